@@ -1,0 +1,65 @@
+# `make test` and `make demo` need only python3 (3.11 or later): they create .venv and install what is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SCRATCH := build/wheel
+
+.PHONY: setup test lint format types layers changelog tests docs wheel demo bench clean
+
+test: lint types layers changelog tests docs wheel
+
+setup: $(READY)
+
+# torch goes first, so that everything after it sees the pinned version in place. `--group` needs pip 25.1.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+layers: setup
+	$(BIN)/lint-imports
+
+# Renders the pending fragments without writing anything; a misnamed fragment fails.
+changelog: setup
+	$(BIN)/towncrier build --draft --version next
+
+tests: setup
+	$(BIN)/python -m pytest
+
+docs: setup
+	$(BIN)/python -m sphinx -W -n --keep-going -b html docs docs/_build/html
+
+# Unpacks the built wheel alone in an empty directory and imports it there, with the environment's torch.
+wheel: setup
+	rm -rf $(SCRATCH)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(SCRATCH) .
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SCRATCH)/unpacked $(SCRATCH)/recollect-*.whl
+	cd $(SCRATCH)/unpacked && PYTHONPATH=. $(CURDIR)/$(BIN)/python -c "\
+	import pathlib, recollect, recollect.compat; \
+	here = pathlib.Path(recollect.__file__).resolve().parent; \
+	assert here == pathlib.Path('recollect').resolve(), f'imported {here}, not the wheel'; \
+	assert (here / 'py.typed').is_file(), 'the wheel lacks py.typed'"
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py --device cpu
+
+clean:
+	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests docs benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""The engines that benchmarks compare, each called the way its own documentation calls it.
+
+All of them preserve random state and check the metadata of recomputed tensors, except where a name says otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+import recollect
+
+try:
+    import torch_remat  # type: ignore[import-untyped]
+except ImportError:
+    torch_remat = None
+
+OURS = "recollect"
+TORCH = "torch"
+
+Call = Callable[..., Any]
+"""`call(function, *args, **kwargs)` runs the function as one region."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One way of running a region, and what it can do."""
+
+    name: str
+    call: Call
+    nests: bool = True
+    takes_keywords: bool = True
+    preserves_rng: bool = True
+
+
+def plain(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _ours(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return recollect.checkpoint(function)(*args, **kwargs)
+
+
+def _torch(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _torch_reentrant(function: Call, *args: Any) -> Any:
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True)
+
+
+class _RandomState:
+    """torch_remat leaves random state to its user; this keeps what the other engines keep, CPU and device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def snapshot(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def restore(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+
+def _remat(device: torch.device) -> Call:
+    hooks = (_RandomState(device),)
+
+    def call(function: Call, *args: Any, **kwargs: Any) -> Any:
+        wrap = torch_remat.checkpoint(determinism_check="default", recompute_state_hooks=hooks)
+        return wrap(function)(*args, **kwargs)
+
+    return call
+
+
+def _remat_bare(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return torch_remat.checkpoint()(function)(*args, **kwargs)
+
+
+def engines(device: torch.device) -> list[Engine]:
+    """Every engine that can be imported here, ours first."""
+    found = [
+        Engine(name=OURS, call=_ours),
+        Engine(name=TORCH, call=_torch),
+        Engine(name="torch reentrant", call=_torch_reentrant, takes_keywords=False),
+    ]
+    if torch_remat is not None:
+        found += [
+            Engine(name="torch_remat", call=_remat(device), nests=False),
+            Engine(name="torch_remat, no RNG or checks", call=_remat_bare, nests=False, preserves_rng=False),
+        ]
+    return found
+
+
+def missing() -> list[str]:
+    """What is left out, in words."""
+    return [] if torch_remat is not None else ["torch_remat cannot be imported: skipped"]

@@ -1,0 +1,30 @@
+"""Make training fit in memory: forget activations in forward, recollect them in backward."""
+
+from recollect._apply.function import checkpoint, explain_mismatch
+from recollect._core.errors import (
+    CaptureError,
+    ChangedInputError,
+    CheckpointError,
+    MismatchError,
+    RecollectError,
+    TransformError,
+)
+from recollect._core.scope import is_recomputing
+from recollect._recompute.ambient import register_ambient
+from recollect._recompute.modules import register_state
+from recollect._recompute.values import ValueCheck
+
+__all__ = [
+    "CaptureError",
+    "ChangedInputError",
+    "CheckpointError",
+    "MismatchError",
+    "RecollectError",
+    "TransformError",
+    "ValueCheck",
+    "checkpoint",
+    "explain_mismatch",
+    "is_recomputing",
+    "register_ambient",
+    "register_state",
+]

@@ -1,0 +1,143 @@
+"""The native form: `checkpoint` as a transform of a function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, overload
+
+from recollect._core.scope import override
+from recollect._recompute.frame import Options
+from recollect._recompute.match import Check, Matcher
+from recollect._recompute.region import run
+from recollect._recompute.rng import parse_preserve
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def checkpoint(
+    fn: Callable[P, T],
+    *,
+    name: str | None = ...,
+    preserve_rng: bool | Iterable[str] = ...,
+    early_stop: bool = ...,
+    check: Check = ...,
+) -> Callable[P, T]: ...
+
+
+@overload
+def checkpoint(
+    fn: None = None,
+    *,
+    name: str | None = ...,
+    preserve_rng: bool | Iterable[str] = ...,
+    early_stop: bool = ...,
+    check: Check = ...,
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+def checkpoint(
+    fn: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    preserve_rng: bool | Iterable[str] = True,
+    early_stop: bool = True,
+    check: Check = "metadata",
+) -> Callable[..., Any]:
+    """Make a function forget its activations in forward and recompute them in backward.
+
+    The result is called as the function is; gradients, outputs and random numbers are those of the plain call. What
+    is kept between forward and backward is the function's tensor arguments. With grad mode off it is a plain call.
+
+    Args:
+        fn: a function, method or module. Without it, a decorator with these options is returned.
+        name: what errors and reports call the region; by default the function's name.
+        preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
+            and any `torch.Generator` among the arguments), False not to, or a collection of ``"torch"``,
+            ``"python"`` and ``"numpy"``.
+        early_stop: end recomputation as soon as the last needed tensor is made.
+        check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
+            ``"values"`` or a `ValueCheck`, or ``"none"``.
+
+    Raises:
+        ValueError: an option has a value it cannot have.
+        TypeError: `fn` is not callable.
+
+    >>> import torch, recollect
+    >>> block = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    >>> x = torch.randn(2, 4)
+    >>> recollect.checkpoint(block)(x).sum().backward()
+    >>> block[0].weight.grad.shape
+    torch.Size([16, 4])
+
+    As a decorator, with options:
+
+    >>> @recollect.checkpoint(name="attention", check="values")
+    ... def attention(q, k, v, *, debug=False):
+    ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    >>> attention(q, q, q, debug=True).sum().backward()
+
+    An option that cannot be meant is refused:
+
+    >>> recollect.checkpoint(block, check="shapes")
+    Traceback (most recent call last):
+    ...
+    ValueError: check='shapes': expected 'metadata', 'values', 'none' or a recollect.ValueCheck
+    """
+    if fn is None:
+        return functools.partial(
+            checkpoint, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check
+        )
+    if not callable(fn):
+        message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
+        message += "call it as recollect.checkpoint(fn)(*args)"
+        raise TypeError(message)
+    options = Options(
+        name=name or name_of(fn),
+        preserve=parse_preserve(preserve_rng),
+        early_stop=early_stop,
+        matcher=Matcher.parse(check),
+    )
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return run(options, fn, args, kwargs)
+
+    return functools.update_wrapper(wrapper, fn, updated=())
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What to call a function's region when its user did not say.
+
+    >>> import torch
+    >>> name_of(torch.nn.Linear(1, 1)), name_of(torch.sin), name_of(functools.partial(name_of))
+    ('Linear', 'sin', 'name_of')
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    if owner is not None and getattr(fn, "__name__", "") in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
+        fn = owner
+    return str(getattr(fn, "__name__", None) or type(fn).__name__)
+
+
+def explain_mismatch() -> override:
+    """Log the operators of every region called inside, so that a mismatch shows forward and recomputation side by side.
+
+    Wrap the whole step, forward included. Each operator takes some tens of microseconds more; use it to find a
+    mismatch, then take it away.
+
+    >>> import torch, recollect
+    >>> shape = [2]
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with recollect.explain_mismatch():
+    ...     y = recollect.checkpoint(lambda x: (x * torch.ones(shape[0])).exp(), name="f")(x)
+    ...     shape[0] = 1
+    ...     y.sum().backward()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    recollect._core.errors.MismatchError: region 'f': saved tensor 0 ...
+    """
+    return override(explain=True)

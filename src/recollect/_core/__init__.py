@@ -1,0 +1,1 @@
+"""Layer 0: vocabulary, scope, errors, units, and the seam to torch."""

@@ -1,0 +1,39 @@
+"""Every exception this library raises of its own, in one tree.
+
+::
+
+    RecollectError
+    ├── CheckpointError (RuntimeError)      recomputation cannot be trusted
+    │   ├── MismatchError                   it made other saved tensors than forward
+    │   └── ChangedInputError               something it reads was changed in place since forward
+    ├── TransformError (RuntimeError)       a torch.func transform tracks a tensor that the region cannot see
+    └── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
+
+Wrong arguments are plain ``ValueError`` and ``TypeError``.
+"""
+
+from __future__ import annotations
+
+
+class RecollectError(Exception):
+    """The root of the tree: catch it to catch everything this library raises of its own."""
+
+
+class CheckpointError(RecollectError, RuntimeError):
+    """Recomputation cannot give back what forward made."""
+
+
+class MismatchError(CheckpointError):
+    """Recomputation made other saved tensors than forward did."""
+
+
+class ChangedInputError(CheckpointError):
+    """An input, parameter or buffer of a region was changed in place after forward had read it."""
+
+
+class TransformError(RecollectError, RuntimeError):
+    """A ``torch.func`` transform tracks a tensor that reaches the region neither as input nor as parameter."""
+
+
+class CaptureError(RecollectError, RuntimeError):
+    """A region draws random numbers inside a CUDA-graph capture that was not prepared for it."""

@@ -1,0 +1,1 @@
+"""Layer 1: forget a region's saved tensors in forward, make them again in backward."""

@@ -1,0 +1,144 @@
+"""Everything around a region, arguments aside, that decides what it computes: read at entry, put back for recomputation.
+
+Autocast, torch-function modes (`torch.device` contexts among them), process-wide switches (SDPA kernels, default
+dtype, TF32), the cache of parametrizations, Python's context variables, and whatever the user registered. On
+recomputation nothing is set that already stands as it stood: with no autocast and no mode, all of it costs 3 µs.
+Dispatch modes are left alone: a mode around backward (a FLOP counter, say) sees the recomputation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from recollect._core.registry import Registration, Registry
+from recollect._core.torch_private.flags import Flags, any_autocast_enabled, read_flags, write_flags
+from recollect._core.torch_private.modes import Stack, read_function_modes, swap_function_modes
+from recollect._core.torch_private.parametrize import Cache, read_cache, restore_cache, swap_cache
+from recollect._recompute.rng import accelerator
+
+Capture = Callable[[], Callable[[], AbstractContextManager[Any]] | None]
+"""Reads a state at region entry; gives a maker of the context that sets it again, or None if there is none to set."""
+
+_registered: Registry[Capture] = Registry()
+
+
+def register_ambient(capture: Capture) -> Registration:
+    """Carry a state of your own from forward to recomputation, in every region of the process.
+
+    `capture` is called when a region is entered. It answers None if there is nothing to carry, else a function that
+    is called at each recomputation and gives the context manager to recompute under. Use it for globals that decide
+    what your modules compute: a precision recipe, a routing switch, the current task. Context variables
+    (`contextvars`) are carried without this.
+
+    Args:
+        capture: reads the state; must be cheap, it runs once per region call.
+
+    Returns:
+        A registration; its `remove` ends it.
+
+    >>> import contextlib, torch, recollect
+    >>> state = {"scale": 1.0}
+    >>> @contextlib.contextmanager
+    ... def scaled(value):
+    ...     before, state["scale"] = state["scale"], value
+    ...     try:
+    ...         yield
+    ...     finally:
+    ...         state["scale"] = before
+    >>> def carry_scale():
+    ...     value = state["scale"]
+    ...     return None if value == 1.0 else (lambda: scaled(value))
+    >>> registration = recollect.register_ambient(carry_scale)
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with scaled(3.0):
+    ...     y = recollect.checkpoint(lambda x: (x * state["scale"]).exp())(x)
+    >>> y.sum().backward()
+    >>> bool((x.grad == 3 * torch.ones(2).mul(3).exp()).all())
+    True
+    >>> registration.remove()
+    """
+    if not callable(capture):
+        message = f"register_ambient expects a function, not {capture!r}"
+        raise TypeError(message)
+    return _registered.add(capture)
+
+
+@functools.cache
+def _autocast_kinds() -> tuple[str, ...]:
+    found = accelerator()
+    if found is None or not torch.amp.autocast_mode.is_autocast_available(found[0]):
+        return ("cpu",)
+    return ("cpu", found[0])
+
+
+Autocast = tuple[Any, ...] | None
+
+
+def _read_autocast() -> Autocast:
+    """For each kind of device whether autocast is on and to which dtype, then its weight cache; None if all are off."""
+    if not any_autocast_enabled():
+        return None
+    kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()]
+    return (*kinds, torch.is_autocast_cache_enabled())
+
+
+@contextmanager
+def _autocast(state: Autocast) -> Iterator[None]:
+    kinds = _autocast_kinds()
+    *each, cache = state or (*((False, torch.get_autocast_dtype(kind)) for kind in kinds), True)
+    with ExitStack() as stack:
+        for kind, (enabled, dtype) in zip(kinds, each, strict=True):
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
+class Ambient:
+    """The state around one execution of a region."""
+
+    __slots__ = ("_autocast", "_cache", "_flags", "_makers", "_modes")
+
+    def __init__(self) -> None:
+        self._autocast = _read_autocast()
+        self._modes: Stack = read_function_modes()
+        self._flags: Flags = read_flags()
+        self._cache: Cache = read_cache()
+        self._makers = [maker for capture in _registered.items if (maker := capture()) is not None]
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether a torch-function mode was active."""
+        return bool(self._modes)
+
+    def restore(self) -> ExitStack | None:
+        """Set what stands otherwise now; gives what puts it back, None if nothing had to be set."""
+        autocast, modes, flags, cache = _read_autocast(), read_function_modes(), read_flags(), read_cache()
+        if (
+            flags == self._flags
+            and autocast == self._autocast
+            and modes == self._modes
+            and cache is self._cache
+            and not self._makers
+        ):
+            return None
+        stack = ExitStack()
+        try:
+            if flags != self._flags:
+                stack.callback(write_flags, flags)
+                write_flags(self._flags)
+            if cache is not self._cache:
+                stack.callback(restore_cache, swap_cache(self._cache))
+            for maker in self._makers or ():
+                stack.enter_context(maker())
+            if autocast != self._autocast:
+                stack.enter_context(_autocast(self._autocast))
+            if modes != self._modes:
+                stack.callback(swap_function_modes, swap_function_modes(self._modes))
+        except BaseException:
+            stack.close()
+            raise
+        return stack

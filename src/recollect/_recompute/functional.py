@@ -1,0 +1,213 @@
+"""Regions under torch.func: one autograd Function per region, which keeps its inputs and recomputes in backward.
+
+`grad`, `vjp` and `jacrev` refuse every saved-tensor hook, and under `vmap` and `jvp` a tensor outlives the transform
+that wraps it, so a region under any transform takes this path. What the function reads must be an explicit input of
+the Function: the tensors among its arguments and the parameters and buffers of its modules are lifted to be. A tensor
+that a transform tracks and that is neither is an error, because its gradient would be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from recollect._core.errors import TransformError
+from recollect._core.pytree import Arguments
+from recollect._core.torch_private.functorch import current_level, is_tracked, level_of, unwrap
+from recollect._core.torch_private.pytree import Spec, flatten, tree_leaves, unflatten
+from recollect._recompute.frame import Options
+from recollect._recompute.modules import find_modules
+from recollect._recompute.surroundings import Surroundings
+
+
+class _Call:
+    """One call: the function, where its tensors go, and the state around it."""
+
+    def __init__(
+        self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.options, self._fn = options, fn
+        self._arguments = Arguments(args, kwargs)
+        self._leaves = list(self._arguments.leaves)
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        roots, loose = find_modules(fn, self._leaves)
+        self._tables = [
+            (table, name)
+            for table, is_buffers in _tables_of(roots)
+            for name, tensor in table.items()
+            if tensor is not None and (not is_buffers or is_tracked(tensor))
+        ]
+        for tensor in loose:
+            if is_tracked(tensor) or tensor.requires_grad:
+                raise TransformError(_explain(options.name, tensor))
+        self.tensors = [self._leaves[i] for i in self._places] + [table[name] for table, name in self._tables]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._around = Surroundings(options.name, fn, self.tensors, options.preserve)
+        self.spec: Spec | None = None
+        self.constants: list[Any] = []
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Forward: call the function with these tensors in their places; the tensors among its outputs."""
+        with _Watch(self.options.name, tensors):
+            return self._call(tensors)
+
+    def settle(self) -> None:
+        """Forward is done."""
+        self._around.settle()
+
+    def again(self, transform: Callable[[Callable[..., tuple[Tensor, ...]]], Any]) -> Any:
+        """Recompute: apply a transform to the function, under the state that was around it in forward."""
+        return self._around.rerun(transform, lambda *tensors: self._call(tensors))
+
+    def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=False):
+            leaves[place] = tensor
+        args, kwargs = self._arguments.rebuild(leaves)
+        with _lifted(self._tables, tensors[len(self._places) :]):
+            result = self._fn(*args, **kwargs)
+        outputs, self.spec = flatten([result])
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
+
+    def rebuild(self, outputs: Sequence[Tensor]) -> Any:
+        """The function's result with these tensors in it."""
+        assert self.spec is not None
+        tensors = iter(outputs)
+        leaves = [next(tensors) if constant is None else constant for constant in self.constants]
+        return unflatten(leaves, self.spec)[0]
+
+
+def run_functional(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a region inside a torch.func transform.
+
+    Raises:
+        ValueError: an option that this path cannot honour.
+        TransformError: a tracked tensor that is neither argument nor parameter.
+    """
+    if options.contexts is not None:
+        message = f"region '{options.name}': context_fn cannot be used inside a torch.func transform"
+        raise ValueError(message)
+    call = _Call(options, fn, args, kwargs)
+    outputs = _Recomputed.apply(call, *call.tensors)
+    call.settle()
+    return call.rebuild(outputs)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps its inputs and nothing else; backward and jvp run the function again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return call.run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, *tensors = inputs
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*(out for out in output if not _is_differentiable(out)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        wanted = [i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 1] and _is_differentiable(t)]
+
+        def pull(fn: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+            def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
+                full = list(tensors)
+                for place, value in zip(wanted, values, strict=True):
+                    full[place] = value
+                return tuple(out for out in fn(*full) if _is_differentiable(out))
+
+            outputs, back = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))
+            given = [g for g in gradients if g is not None]
+            assert len(given) == len(outputs)
+            return cast("tuple[Tensor, ...]", back(tuple(given)))
+
+        found = dict(zip(wanted, ctx.call.again(pull), strict=True))
+        return (None, *(found.get(i) for i in range(len(tensors))))
+
+    @staticmethod
+    def jvp(ctx: Any, _call: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+        def push(fn: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
+            def of_moving(*values: Tensor) -> tuple[Tensor, ...]:
+                full = list(tensors)
+                for place, value in zip(moving, values, strict=True):
+                    full[place] = value
+                return fn(*full)
+
+            primals = tuple(tensors[i] for i in moving)
+            outputs, out = torch.func.jvp(of_moving, primals, tuple(cast("Tensor", tangents[i]) for i in moving))
+            return tuple(t if _is_differentiable(o) else None for o, t in zip(outputs, out, strict=True))
+
+        return cast("tuple[Tensor | None, ...]", ctx.call.again(push))
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _tables_of(roots: list[nn.Module]) -> Iterator[tuple[dict[str, Tensor | None], bool]]:
+    """Tables of parameters and (True) of buffers. A buffer no transform tracks stays: its module may update it."""
+    seen: set[int] = set()
+    for root in roots:
+        for module in root.modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module._parameters, False  # noqa: SLF001
+                yield module._buffers, True  # noqa: SLF001
+
+
+@contextmanager
+def _lifted(tables: list[tuple[dict[str, Tensor | None], str]], tensors: Sequence[Tensor]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for (table, name), tensor in zip(tables, tensors, strict=True):
+            stack.callback(table.__setitem__, name, table[name])
+            table[name] = tensor
+        yield
+
+
+class _Watch(TorchFunctionMode):
+    """Raises when the function touches a tensor whose gradient the Function would lose."""
+
+    def __init__(self, region: str, lifted: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._region = region
+        self._level = current_level()
+        self._lifted = {id(unwrap(tensor)) for tensor in lifted}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and self._is_foreign(leaf):
+                raise TransformError(_explain(self._region, leaf))
+        return func(*args, **kwargs)
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        if level_of(tensor) > self._level:
+            return True
+        below = unwrap(tensor)
+        return below.requires_grad and not torch.is_grad_enabled() and id(below) not in self._lifted
+
+
+def _explain(region: str, tensor: Tensor) -> str:
+    return (
+        f"region '{region}': inside a torch.func transform it reads a tensor of shape {list(tensor.shape)} that is "
+        "neither one of its arguments nor a parameter or buffer of its modules.\n"
+        "The transform tracks that tensor, and its gradient would be lost.\n"
+        "Pass the tensor to the function as an argument."
+    )

@@ -1,0 +1,207 @@
+"""A log of the operators a function runs, each with its module and source line, and where each saved tensor is made.
+
+Used to explain a mismatch: it costs some tens of microseconds per operator and is never active otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.pytree import tree_leaves
+
+_OURS = str(PurePath(__file__).parents[1])
+_TORCH = str(PurePath(torch.__file__).parent)
+_CONTEXT_LINES = 4
+_IGNORED = frozenset({"aten.detach"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in the user's code an operator runs."""
+
+    module: str
+    line: str
+    stack: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(part for part in (self.module and f"in {self.module}", self.line) if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One operator call."""
+
+    op: str
+    inputs: str
+    outputs: str
+    place: Place
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What two runs are compared by."""
+        return self.op, self.inputs
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.inputs})"
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Write a tensor's dtype and shape.
+
+    >>> describe_tensor(torch.zeros(8, 16))
+    'float32[8, 16]'
+    """
+    try:
+        shape = str(list(tensor.shape))
+    except RuntimeError:
+        shape = "[nested]"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
+
+
+class OpLog(DispatchMode):
+    """Logs operators while entered. `saved` is told of each saved tensor, in order, through `note_saved`."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self._root = root
+        self._names: dict[int, str] = {}
+        self.entries: list[Entry] = []
+        self.saved: list[tuple[int, str]] = []
+        self._unplaced: list[tuple[int, Tensor]] = []
+        self._last_made: list[int] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and log it."""
+        kwargs = kwargs or {}
+        name = _op_name(func)
+        if name in _IGNORED:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        place = self._place()
+        for index, tensor in self._unplaced:
+            if any(tensor is other for other in tensors):
+                self.saved[index] = (len(self.entries), "input of")
+        self._unplaced.clear()
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._last_made = [id(tensor) for tensor in made]
+        self.entries.append(
+            Entry(
+                op=name,
+                inputs=", ".join(describe_tensor(tensor) for tensor in tensors),
+                outputs=", ".join(describe_tensor(tensor) for tensor in made),
+                place=place,
+            )
+        )
+        return result
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """A tensor is being saved now: by the operator just run if it made it, else by the next one."""
+        if self.entries and id(tensor) in self._last_made:
+            self.saved.append((len(self.entries) - 1, "output of"))
+        else:
+            self._unplaced.append((len(self.saved), tensor))
+            self.saved.append((len(self.entries), "saved before"))
+
+    def locate(self, index: int) -> str:
+        """Say where saved tensor `index` is made: ``input of aten.mul in layers.3.mlp, model.py:41``."""
+        if index >= len(self.saved) or not self.entries:
+            return "place unknown"
+        position, role = self.saved[index]
+        if position == len(self.entries):
+            position, role = position - 1, "saved after"
+        entry = self.entries[position]
+        return f"{role} {entry.op} {entry.place}".rstrip()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop logging and let go of the tensors still waiting for their operator."""
+        super().__exit__(*error)
+        self._unplaced.clear()
+
+    def _place(self) -> Place:
+        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
+        modules: list[nn.Module] = []
+        stack: list[str] = []
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_call_impl" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
+                modules.append(owner)
+            elif code.co_filename.startswith(_OURS):
+                if code.co_filename.endswith(("frame.py", "region.py")):
+                    break
+            elif not code.co_filename.startswith(_TORCH) and len(stack) < _CONTEXT_LINES:
+                stack.append(f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
+            frame = frame.f_back
+        line = stack[0].split(" in ")[0] if stack else ""
+        return Place(module=self._path(modules[::-1]), line=line, stack=tuple(stack))
+
+    def _path(self, modules: list[nn.Module]) -> str:
+        if not modules:
+            return ""
+        innermost = modules[-1]
+        known = self._names.get(id(innermost))
+        if known is not None:
+            return known
+        for name, module in modules[0].named_modules():
+            path = f"{self._root}.{name}" if name else self._root
+            self._names.setdefault(id(module), path)
+        return self._names.get(id(innermost), type(innermost).__name__)
+
+
+def _op_name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "name", None)
+    text = name() if callable(name) else str(func)
+    return text.replace("::", ".").removesuffix(".default")
+
+
+_BEFORE, _AFTER, _WIDTH = 3, 5, 56
+
+
+def compare_logs(forward: OpLog, again: OpLog) -> str:
+    """Two logs side by side, cut around the first difference: at most about twenty lines."""
+    ours, theirs = forward.entries, again.entries
+    first = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a.key != b.key), min(len(ours), len(theirs))
+    )
+    if first == len(ours) == len(theirs):
+        return f"forward and recomputation ran the same {len(ours)} operators on the same shapes."
+    stop = first + _AFTER
+    lines = [f"{'':>6} {'forward':<{_WIDTH}} recomputation"]
+    start = max(0, first - _BEFORE)
+    if start:
+        lines.append(f"{'':>6} ... {start} operators alike ...")
+    for index in range(start, min(stop, max(len(ours), len(theirs)))):
+        mark = ">" if index == first else " "
+        cells = [_cell(log, index) for log in (ours, theirs)]
+        lines.append(f"{mark}{index:>5} {cells[0]:<{_WIDTH}} {cells[1]}")
+    rest = [max(0, len(log) - stop) for log in (ours, theirs)]
+    if any(rest):
+        lines.append(f"{'':>6} {f'... {rest[0]} more':<{_WIDTH}} ... {rest[1]} more")
+    for title, log in (("forward", ours), ("recomputation", theirs)):
+        if first < len(log):
+            lines.append(f"{title}, operator {first} came from:")
+            lines.extend(f"    {line}" for line in log[first].place.stack)
+    return "\n".join(lines)
+
+
+def _cell(log: list[Entry], index: int) -> str:
+    if index >= len(log):
+        return "-"
+    entry = log[index]
+    text = f"{entry}  {entry.place.line}"
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"

@@ -1,0 +1,101 @@
+"""The reentrant engine: forward without a graph, an inner backward in backward.
+
+Kept because code depends on it; the other engine does everything it does and more. What it cannot do: keyword
+arguments, `torch.autograd.grad`, ``inputs=``, and inputs none of which requires grad.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect._core.torch_private.engine import pass_is_partial
+from recollect._recompute.rng import parse_preserve
+from recollect._recompute.surroundings import Surroundings
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cut tensors off from their graph, keeping whether they require grad; other values pass.
+
+    >>> import torch
+    >>> x = torch.ones(1, requires_grad=True) * 2
+    >>> y, n = detach_variable((x, 3))
+    >>> y.requires_grad, y.is_leaf, n
+    (True, True, 3)
+    """
+    if not isinstance(inputs, tuple):
+        message = f"detach_variable expects a tuple of values, not {type(inputs).__name__}"
+        raise RuntimeError(message)  # noqa: TRY004 (torch's type)
+    return tuple(
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in inputs
+    )
+
+
+def check_backward_validity(inputs: Iterable[Any]) -> None:
+    """Warn if no input requires grad: the reentrant engine then gives no gradient to anything inside.
+
+    >>> import torch, warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     check_backward_validity([torch.ones(1)])
+    >>> len(caught)
+    1
+    """
+    if not any(value.requires_grad for value in inputs if isinstance(value, Tensor)):
+        warnings.warn(
+            "none of the inputs of this reentrant checkpoint requires grad, so nothing inside it gets a gradient; "
+            "use use_reentrant=False, which needs no such input",
+            stacklevel=2,
+        )
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The autograd Function of the reentrant engine: ``CheckpointFunction.apply(fn, preserve_rng_state, *args)``."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001
+        """Run the function without a graph, and keep its inputs."""
+        check_backward_validity(args)
+        ctx.run_function = run_function
+        ctx.around = Surroundings("reentrant", run_function, args, parse_preserve(preserve_rng_state))
+        ctx.inputs = [None if isinstance(value, Tensor) else value for value in args]
+        ctx.places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(args[i] for i in ctx.places))
+        with torch.no_grad():
+            outputs = run_function(*args)
+        ctx.around.settle()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Run the function again with a graph, and backward through it."""
+        if pass_is_partial():
+            message = (
+                "the reentrant checkpoint does not work with torch.autograd.grad() or backward(inputs=...); "
+                "use use_reentrant=False"
+            )
+            raise RuntimeError(message)
+        inputs = list(ctx.inputs)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            inputs[place] = tensor
+        detached = detach_variable(tuple(inputs))
+        outputs = ctx.around.rerun(ctx.run_function, *detached)
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad
+        ]
+        if not pairs:
+            message = (
+                "none of the outputs of this reentrant checkpoint requires grad, so there is nothing to run backward "
+                "through; use use_reentrant=False, or take the checkpoint away"
+            )
+            raise RuntimeError(message)
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in detached))

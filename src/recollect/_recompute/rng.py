@@ -1,0 +1,273 @@
+"""Random generators as a region found them, so that its recomputation draws the same numbers.
+
+At entry each generator is read once; at exit it is read again, and those that did not move are dropped: a region that
+drew nothing restores nothing. Philox generators (CUDA and its kin) are read as seed and offset, which stay on the
+host: no device synchronisation. The CPU generator's 5 KB state is read whole, because it has no offset (0.7 µs).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_NAMES = frozenset({"torch", "python", "numpy"})
+
+_memcmp = (ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp.restype = ctypes.c_int
+
+
+class Source(Protocol):
+    """One generator: how to read it, put it back and tell two readings apart."""
+
+    def read(self) -> Any: ...  # noqa: ANN401, D102
+    def write(self, state: Any) -> None: ...  # noqa: ANN401, D102
+    def same(self, one: Any, other: Any) -> bool: ...  # noqa: ANN401, D102
+
+
+class _StateSource:
+    """A generator that can only be read whole: the CPU's, and those of devices without seed and offset."""
+
+    __slots__ = ("_generator",)
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def read(self) -> Tensor:
+        return self._generator.get_state()
+
+    def write(self, state: Tensor) -> None:
+        self._generator.set_state(state)
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        # Not torch.equal: a mode around the region must not see an operator of ours.
+        return not _memcmp(one.data_ptr(), other.data_ptr(), one.numel())
+
+
+class _PhiloxSource:
+    """A counter-based generator, by seed and offset."""
+
+    __slots__ = ("_generator",)
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def read(self) -> tuple[int, int]:
+        return self._generator.initial_seed(), self._generator.get_offset()
+
+    def write(self, state: tuple[int, int]) -> None:
+        seed, offset = state
+        if self._generator.initial_seed() != seed:
+            self._generator.manual_seed(seed)
+        self._generator.set_offset(offset)
+
+    def same(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        return one == other
+
+
+class _DeviceSource:
+    """The generator of a device whose module offers no generator objects, through its own get and set functions."""
+
+    __slots__ = ("_device", "_module")
+
+    def __init__(self, module: ModuleType, device: torch.device) -> None:
+        self._module, self._device = module, device
+
+    def read(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def write(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+    same = _StateSource.same
+
+
+class _PythonSource:
+    """Python's `random`."""
+
+    __slots__ = ()
+
+    def read(self) -> object:
+        return random.getstate()
+
+    def write(self, state: Any) -> None:  # noqa: ANN401
+        random.setstate(state)
+
+    def same(self, one: object, other: object) -> bool:
+        return one == other
+
+
+class _NumpySource:
+    """NumPy's global generator."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:  # noqa: ANN401
+        return sys.modules["numpy"].random.get_state()
+
+    def write(self, state: Any) -> None:  # noqa: ANN401
+        sys.modules["numpy"].random.set_state(state)
+
+    def same(self, one: Any, other: Any) -> bool:  # noqa: ANN401
+        return one[2:] == other[2:] and bool((one[1] == other[1]).all())
+
+
+_CPU = _StateSource(torch.default_generator)
+
+
+@functools.cache
+def _philox(generator: torch.Generator) -> bool:
+    try:
+        generator.get_offset()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def source_of(generator: torch.Generator) -> Source:
+    """The way to read this generator."""
+    if generator.device.type != "cpu" and _philox(generator):
+        return _PhiloxSource(generator)
+    return _StateSource(generator)
+
+
+@functools.cache
+def source_of_device(device: torch.device) -> Source | None:
+    """The way to read a device's default generator; None for devices without one (``meta``). Starts up no device."""
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        return None
+    generators = getattr(module, "default_generators", None)
+    if generators:
+        return source_of(generators[device.index or 0])
+    return _DeviceSource(module, device) if hasattr(module, "get_rng_state") and device.type != "cpu" else None
+
+
+@functools.cache
+def accelerator() -> tuple[str, ModuleType] | None:
+    """The accelerator this torch was built for, its type and its module; None on a CPU-only build."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else (device.type, torch.get_device_module(device))
+
+
+def accelerator_started() -> bool:
+    """Whether the accelerator has been initialised by anyone. Never initialises it."""
+    found = accelerator()
+    if found is None:
+        return False
+    started = getattr(found[1], "is_initialized", None)
+    return bool(started()) if started is not None else True
+
+
+def _devices_of(leaves: Iterable[Any]) -> set[torch.device]:
+    """Devices other than the CPU that these values live on."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_cpu}
+    kinds = {device.type for device in devices} - {"meta"} if len(devices) > 1 else devices
+    if len(kinds) > 1:
+        listed = " and ".join(sorted(kinds))
+        warnings.warn(
+            f"the arguments of a region live on {listed}: random states of all of them are preserved, "
+            "autocast of the CPU and the current accelerator only",
+            stacklevel=2,
+        )
+    return devices
+
+
+def parse_preserve(preserve: bool | Iterable[str]) -> frozenset[str]:  # noqa: FBT001
+    """The kinds of generator to preserve.
+
+    >>> sorted(parse_preserve(True)), sorted(parse_preserve(False)), sorted(parse_preserve({"torch", "numpy"}))
+    (['torch'], [], ['numpy', 'torch'])
+    >>> parse_preserve("cuda")
+    Traceback (most recent call last):
+    ...
+    ValueError: preserve_rng='cuda': expected True, False or a collection of 'numpy', 'python', 'torch'
+    """
+    if isinstance(preserve, bool):
+        return frozenset({"torch"}) if preserve else frozenset()
+    kinds = frozenset() if isinstance(preserve, str) else frozenset(preserve)
+    if not kinds or not kinds <= _NAMES:
+        listed = ", ".join(repr(name) for name in sorted(_NAMES))
+        message = f"preserve_rng={preserve!r}: expected True, False or a collection of {listed}"
+        raise ValueError(message)
+    return kinds
+
+
+class RngState:
+    """The generators around one execution of a region.
+
+    Life: made at entry; `settle` at exit drops what did not move; `restore` and `put_back` around each recomputation.
+    """
+
+    __slots__ = ("_accelerator_was_started", "_entries")
+
+    def __init__(self, kinds: frozenset[str], leaves: Iterable[Any]) -> None:
+        entries: list[tuple[Source, Any]] = []
+        self._accelerator_was_started = True
+        if "torch" in kinds:
+            entries.append((_CPU, _CPU.read()))
+            for source in _device_sources(leaves):
+                entries.append((source, source.read()))
+            self._accelerator_was_started = accelerator_started()
+        if "python" in kinds:
+            entries.append((_PYTHON, _PYTHON.read()))
+        if "numpy" in kinds and "numpy" in sys.modules:
+            entries.append((_NUMPY, _NUMPY.read()))
+        self._entries = entries
+
+    def settle(self, region: str) -> RngState | None:
+        """At exit: keep the generators that moved; None if none did."""
+        if not self._accelerator_was_started and accelerator_started():
+            message = (
+                f"region '{region}' started up the accelerator: its random state before the region is unknown, so "
+                "recomputation could not draw the same numbers.\n"
+                "Use the device once before the first region (for instance move the model there first), or pass "
+                "preserve_rng=False (preserve_rng_state=False in recollect.compat)."
+            )
+            raise RuntimeError(message)
+        moved = [(source, state) for source, state in self._entries if not source.same(state, source.read())]
+        self._entries = moved
+        return self if moved else None
+
+    def restore(self) -> list[tuple[Source, Any]]:
+        """Before recomputation: set every generator as it was at entry; gives back where they stood."""
+        now = [(source, source.read()) for source, _ in self._entries]
+        for source, state in self._entries:
+            source.write(state)
+        return now
+
+
+def put_back(states: list[tuple[Source, Any]]) -> None:
+    """After recomputation: set every generator where `restore` found it."""
+    for source, state in states:
+        source.write(state)
+
+
+_PYTHON, _NUMPY = _PythonSource(), _NumpySource()
+
+
+def _device_sources(leaves: Iterable[Any]) -> Iterator[Source]:
+    """Generators of the devices that these values live on and of the current one, and generators among the values."""
+    devices = _devices_of(leaves)
+    if accelerator_started():
+        found = accelerator()
+        assert found is not None
+        devices.add(torch.device(found[0], torch.accelerator.current_device_index()))
+    for device in devices:
+        source = source_of_device(device)
+        if source is not None:
+            yield source
+    for leaf in leaves:
+        if type(leaf) is torch.Generator:
+            yield source_of(leaf)

@@ -1,0 +1,71 @@
+"""All that a function's result depends on besides its arguments, read when it runs and put back to run it again.
+
+The ambient state, the random generators, the modules it uses, Python's context variables. Every engine recomputes
+through `Surroundings.rerun`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from recollect._core.scope import mark_recomputing
+from recollect._core.torch_private.engine import set_grad_enabled
+from recollect._recompute.ambient import Ambient
+from recollect._recompute.modules import ModuleState, find_modules
+from recollect._recompute.rng import RngState, put_back
+
+T = TypeVar("T")
+
+
+class Surroundings:
+    """What was around one execution of a region: made at entry, `settle`d at exit."""
+
+    __slots__ = ("_context", "_rng", "ambient", "modules", "region")
+
+    def __init__(self, region: str, fn: Callable[..., Any], leaves: Sequence[Any], preserve: frozenset[str]) -> None:
+        self.region = region
+        self.ambient = Ambient()
+        roots, loose = find_modules(fn, leaves)
+        self.modules = ModuleState(roots, loose) if roots or loose else None
+        self._rng = RngState(preserve, leaves) if preserve else None
+        self._context = contextvars.copy_context()
+
+    def settle(self) -> None:
+        """At exit: let go of what the function turned out not to need."""
+        if self._rng is not None:
+            self._rng = self._rng.settle(self.region)
+        if self.modules is not None:
+            self.modules.settle()
+
+    def rerun(self, body: Callable[..., T], *args: Any) -> T:
+        """Call `body` as if it ran at entry, with grad mode on; afterwards everything stands as before.
+
+        Raises:
+            ChangedInputError: a parameter or buffer was changed in place since.
+        """
+        return self._context.copy().run(self._rerun, body, args)
+
+    def _rerun(self, body: Callable[..., T], args: tuple[Any, ...]) -> T:
+        mark_recomputing()
+        grad_was_enabled = torch.is_grad_enabled()
+        modules = ambient = states = None
+        try:
+            if self.modules is not None:
+                modules = self.modules.restore(self.region)
+            if self._rng is not None:
+                states = self._rng.restore()
+            ambient = self.ambient.restore()
+            set_grad_enabled(True)  # noqa: FBT003
+            return body(*args)
+        finally:
+            set_grad_enabled(grad_was_enabled)
+            if ambient is not None:
+                ambient.close()
+            if states is not None:
+                put_back(states)
+            if modules is not None:
+                modules.close()

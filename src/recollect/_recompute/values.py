@@ -1,0 +1,131 @@
+"""Evidence of what forward saved, by value: digests for a bitwise check, host copies for one with a tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 16
+_MULTIPLIER = 6364136223846793005  # odd, so that each byte's weight is invertible modulo 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueCheck:
+    """Compare saved tensors by value, not only by shape; pass it as ``check=`` to `recollect.checkpoint`.
+
+    Without a tolerance the check is bitwise, and a 16-byte digest per tensor is all that is kept. With one, copies
+    on the host are kept until backward; a mismatch says how many bytes they took. ``check="values"`` is
+    ``check=ValueCheck()``.
+
+    Args:
+        rtol: relative tolerance; None for bitwise.
+        atol: absolute tolerance; None for bitwise.
+        every: check only every n-th saved tensor.
+
+    >>> ValueCheck(atol=1e-3, every=4)
+    ValueCheck(rtol=None, atol=0.001, every=4)
+    >>> ValueCheck(every=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: ValueCheck(every=0): expected a whole number of at least 1
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if not isinstance(self.every, int) or self.every < 1:
+            message = f"ValueCheck(every={self.every!r}): expected a whole number of at least 1"
+            raise ValueError(message)
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                message = f"ValueCheck({name}={value!r}): expected a number of at least 0"
+                raise ValueError(message)
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether values must be equal to the bit."""
+        return self.rtol is None and self.atol is None
+
+    def evidence(self, tensor: Tensor) -> Tensor:
+        """What to keep of a tensor in forward."""
+        if self.is_bitwise:
+            return digest(tensor)
+        return tensor.detach().to("cpu", copy=True)
+
+    def differs(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two pieces of evidence differ; waits for the device."""
+        if self.is_bitwise or not (one.is_floating_point() or one.is_complex()) or one.shape != other.shape:
+            return not torch.equal(one, other)
+        return not torch.allclose(one, other, rtol=self.rtol or 0.0, atol=self.atol or 0.0, equal_nan=True)
+
+
+class Evidence:
+    """The values a run saved, in order; each tensor is looked at when the operator that saved it is done.
+
+    Some operators fill what they save after saving it (RReLU's noise): hence the wait until the next one is saved.
+    """
+
+    __slots__ = ("_check", "_count", "_waiting", "host_bytes", "kept")
+
+    def __init__(self, check: ValueCheck) -> None:
+        self._check = check
+        self._count = 0
+        self._waiting: tuple[int, Tensor] | None = None
+        self.kept: dict[int, Tensor] = {}
+        self.host_bytes = 0
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor is being saved."""
+        self.flush()
+        if self._count % self._check.every == 0:
+            self._waiting = (self._count, tensor.detach())
+        self._count += 1
+
+    def flush(self) -> None:
+        """The operator that saved the last tensor is done."""
+        if self._waiting is not None:
+            index, tensor = self._waiting
+            self._waiting = None
+            with torch.no_grad():
+                kept = self.kept[index] = self._check.evidence(tensor)
+            if not self._check.is_bitwise:
+                self.host_bytes += kept.untyped_storage().nbytes()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return torch.cat([_as_bytes(part) for part in _dense_parts(tensor)])
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    dense: Any = tensor.to_dense()
+    return [dense]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Two 64-bit sums over the bytes, on the tensor's device: equal bytes in equal order give equal digests.
+
+    The second sum weighs each byte by its place, so that exchanged values are seen. Works in pieces of 64 Ki bytes
+    to keep its own memory small.
+
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> torch.equal(digest(a), digest(a.clone())), torch.equal(digest(a), digest(b))
+    (True, False)
+    """
+    data = _as_bytes(tensor)
+    total = torch.zeros(2, dtype=torch.int64, device=data.device)
+    weights = torch.arange(1, min(_CHUNK, max(data.numel(), 1)) + 1, device=data.device) * _MULTIPLIER
+    for number, chunk in enumerate(data.split(_CHUNK) if data.numel() else ()):
+        wide = chunk.to(torch.int64)
+        weighted = (wide * (weights[: wide.numel()] + number * 0x9E3779B97F4A7C1)).sum()
+        total += torch.stack((wide.sum(), weighted ^ (weighted >> 29)))
+    return total

@@ -1,0 +1,121 @@
+"""`checkpoint` with torch's signature, and the context managers that go with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from recollect._apply.function import name_of
+from recollect._core.scope import override
+from recollect._recompute.frame import Options
+from recollect._recompute.match import Matcher
+from recollect._recompute.reentrant import CheckpointFunction
+from recollect._recompute.region import run
+from recollect._recompute.rng import parse_preserve
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+_CHECKS = {"default": Matcher(), "none": Matcher(metadata=False)}
+
+
+def noop_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The default of ``context_fn``: two contexts that do nothing.
+
+    >>> forward, recomputation = noop_context_fn()
+    >>> with forward, recomputation:
+    ...     pass
+    """
+    return nullcontext(), nullcontext()
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Call a function, forgetting its activations until backward recomputes them; torch's signature.
+
+    Args:
+        function: what to run.
+        args: its positional arguments.
+        use_reentrant: which engine; give it. None warns and means True, as in torch.
+        context_fn: gives two context managers, one around forward and one around recomputation.
+        determinism_check: ``"default"`` compares shape, dtype and device of each recomputed tensor, ``"none"`` nothing.
+        debug: on a mismatch, show the operators of forward and of recomputation.
+        early_stop: end recomputation when its last needed tensor is made.
+        kwargs: ``preserve_rng_state`` (default True); the rest are the function's own, without reentry only.
+
+    Raises:
+        ValueError: options that do not go together, or with a value they cannot have.
+
+    >>> import torch
+    >>> from recollect.compat import checkpoint
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    >>> bool((x.grad == x.cos()).all())
+    True
+    """
+    if use_reentrant is None:
+        warnings.warn(
+            "checkpoint was called without use_reentrant: True is assumed, as in torch. Pass use_reentrant=False, "
+            "which has fewer limits, or use_reentrant=True to keep this behaviour.",
+            stacklevel=2,
+        )
+        use_reentrant = True
+    preserve = parse_preserve(kwargs.pop("preserve_rng_state", True))
+    if use_reentrant:
+        if kwargs:
+            message = f"unexpected keyword arguments with use_reentrant=True: {', '.join(sorted(kwargs))}; "
+            message += "pass them by position, or use use_reentrant=False"
+            raise ValueError(message)
+        if context_fn is not noop_context_fn or debug is not False:
+            message = "context_fn and debug need use_reentrant=False"
+            raise ValueError(message)
+        return CheckpointFunction.apply(function, bool(preserve), *args)
+    options = Options(
+        name=name_of(function),
+        preserve=preserve,
+        early_stop=early_stop,
+        matcher=_parse_check(determinism_check),
+        contexts=None if context_fn is noop_context_fn else context_fn,
+        explain=debug,
+    )
+    return run(options, function, args, kwargs)
+
+
+def _parse_check(determinism_check: str) -> Matcher:
+    matcher = _CHECKS.get(determinism_check)
+    if matcher is None:
+        message = f"determinism_check={determinism_check!r}: expected one of {', '.join(map(repr, _CHECKS))}"
+        raise ValueError(message)
+    return matcher
+
+
+def set_checkpoint_early_stop(enable: bool) -> override:  # noqa: FBT001
+    """Say for all regions called inside whether recomputation stops early; beats the argument, the innermost wins.
+
+    >>> import torch
+    >>> from recollect.compat import checkpoint, set_checkpoint_early_stop
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> with set_checkpoint_early_stop(False):
+    ...     y = checkpoint(torch.sin, x, use_reentrant=False)
+    >>> y.sum().backward()
+    """
+    return override(early_stop=enable)
+
+
+def set_checkpoint_debug_enabled(enabled: bool | None) -> override:  # noqa: FBT001
+    """Say for all regions called inside whether mismatches show both operator logs; None leaves it to ``debug=``.
+
+    >>> from recollect.compat import set_checkpoint_debug_enabled
+    >>> with set_checkpoint_debug_enabled(True):
+    ...     pass
+    """
+    return override(explain=enabled)

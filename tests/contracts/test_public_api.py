@@ -1,0 +1,72 @@
+"""The public names are exactly these, and each one explains itself."""
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+import recollect
+import recollect.compat
+
+RECOLLECT = [
+    "checkpoint",
+    "explain_mismatch",
+    "is_recomputing",
+]
+
+COMPAT = [
+    "CheckpointError",
+    "CheckpointFunction",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]
+
+PUBLIC = [
+    pytest.param(module, name, id=f"{module.__name__}.{name}")
+    for module in (recollect, recollect.compat)
+    for name in module.__all__
+]
+
+
+@pytest.mark.parametrize(("module", "names"), [(recollect, RECOLLECT), (recollect.compat, COMPAT)])
+def test_all_lists_the_public_names_in_order(module: ModuleType, names: list[str]) -> None:
+    assert names == sorted(names)
+    assert list(module.__all__) == names
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_public_names_exist_and_have_a_docstring(module: ModuleType, name: str) -> None:
+    assert lacks_docstring(getattr(module, name)) is False
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_public_functions_have_an_example(module: ModuleType, name: str) -> None:
+    assert lacks_example(getattr(module, name)) is False
+
+
+def lacks_docstring(thing: object) -> bool:
+    # Own docstrings only: `inspect.getdoc` would accept one inherited from a base class.
+    return not (getattr(thing, "__doc__", None) or "").strip()
+
+
+def lacks_example(thing: object) -> bool:
+    return inspect.isroutine(thing) and ">>>" not in (thing.__doc__ or "")
+
+
+def test_the_checks_can_fail() -> None:
+    def bare() -> None: ...
+
+    def described() -> None:
+        """Does nothing."""
+
+    assert lacks_docstring(bare)
+    assert lacks_example(described)
