@@ -11,6 +11,7 @@ from recollect._core.errors import (
 )
 from recollect._core.scope import is_recomputing
 from recollect._recompute.ambient import register_ambient
+from recollect._recompute.capture import graph_rng
 from recollect._recompute.modules import register_state
 from recollect._recompute.values import ValueCheck
 
@@ -24,6 +25,7 @@ __all__ = [
     "ValueCheck",
     "checkpoint",
     "explain_mismatch",
+    "graph_rng",
     "is_recomputing",
     "register_ambient",
     "register_state",

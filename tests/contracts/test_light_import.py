@@ -13,7 +13,7 @@ PLAIN_STEP = """
 import torch
 x = torch.ones(2, requires_grad=True)
 def function(x): return x.sin().cos()
-function(x).sum().backward()
+function(x).backward(torch.ones(2))  # torch itself loads sympy when it is given gradients, as the reentrant engine does
 """
 
 FIRST_CALLS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from recollect._core.scope import override
@@ -88,24 +89,35 @@ def checkpoint(
     ValueError: check='shapes': expected 'metadata', 'values', 'none' or a recollect.ValueCheck
     """
     if fn is None:
-        return functools.partial(
-            checkpoint, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check
-        )
+        return functools.partial(checkpoint, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
     if not callable(fn):
         message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
         message += "call it as recollect.checkpoint(fn)(*args)"
         raise TypeError(message)
-    options = Options(
-        name=name or name_of(fn),
-        preserve=parse_preserve(preserve_rng),
-        early_stop=early_stop,
-        matcher=Matcher.parse(check),
-    )
+    options = make_options(preserve_rng, early_stop, check)
+    region = name or name_of(fn)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(options, fn, args, kwargs)
+        return run(region, options, fn, args, kwargs)
 
-    return functools.update_wrapper(wrapper, fn, updated=())
+    # Half the cost of functools.update_wrapper, which matters where a model wraps its blocks at each call.
+    wrapper.__wrapped__ = fn  # type: ignore[attr-defined]
+    if isinstance(fn, FunctionType):
+        wrapper.__name__, wrapper.__qualname__ = fn.__name__, fn.__qualname__
+        wrapper.__module__, wrapper.__doc__ = fn.__module__, fn.__doc__
+    return wrapper
+
+
+def make_options(preserve_rng: bool | Iterable[str], early_stop: bool, check: Check) -> Options:  # noqa: FBT001
+    """Check a caller's options; the same ones give the same object."""
+    if not isinstance(preserve_rng, bool):
+        preserve_rng = parse_preserve(preserve_rng)
+    return _make_options(preserve_rng, early_stop, check)
+
+
+@functools.lru_cache
+def _make_options(preserve_rng: bool | frozenset[str], early_stop: bool, check: Check) -> Options:  # noqa: FBT001
+    return Options(preserve=parse_preserve(preserve_rng), early_stop=early_stop, matcher=Matcher.parse(check))
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -118,7 +130,7 @@ def name_of(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None)
-    if owner is not None and getattr(fn, "__name__", "") in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
+    if owner is not None and fn.__name__ in ("forward", "__call__", "_call_impl", "_wrapped_call_impl"):
         fn = owner
     return str(getattr(fn, "__name__", None) or type(fn).__name__)
 

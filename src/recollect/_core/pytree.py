@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from recollect._core.torch_private.pytree import Spec, flatten, is_container, leaf_paths, unflatten
 
 
@@ -23,7 +25,8 @@ class Arguments:
         self._keywords = tuple(kwargs) if kwargs else ()
         self._spec: Spec | None = None
         for leaf in leaves:
-            if is_container(type(leaf)):
+            kind = type(leaf)
+            if kind is not Tensor and is_container(kind):
                 leaves, self._spec = flatten(leaves)
                 break
         self.leaves = leaves

@@ -30,11 +30,11 @@ class Registration:
     """Returned by the `register_...` functions: `remove` takes the registration back, as does the end of a ``with``."""
 
     def __init__(self, registry: Registry[T], item: T) -> None:
-        self._drop = lambda: registry.drop(item)
+        self._registry, self._item = registry, item
 
     def remove(self) -> None:
         """Take the registration back; doing it twice is harmless."""
-        self._drop()
+        self._registry.drop(self._item)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Everything around a region, arguments aside, that decides what it computes: read at entry, put back for recomputation.
+"""What is around a region and decides what it computes: read at entry, put back for recomputation.
 
 Autocast, torch-function modes (`torch.device` contexts among them), process-wide switches (SDPA kernels, default
 dtype, TF32), the cache of parametrizations, Python's context variables, and whatever the user registered. On

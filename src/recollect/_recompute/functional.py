@@ -29,9 +29,9 @@ class _Call:
     """One call: the function, where its tensors go, and the state around it."""
 
     def __init__(
-        self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.options, self._fn = options, fn
+        self._name, self._fn = name, fn
         self._arguments = Arguments(args, kwargs)
         self._leaves = list(self._arguments.leaves)
         self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
@@ -44,16 +44,16 @@ class _Call:
         ]
         for tensor in loose:
             if is_tracked(tensor) or tensor.requires_grad:
-                raise TransformError(_explain(options.name, tensor))
+                raise TransformError(_explain(name, tensor))
         self.tensors = [self._leaves[i] for i in self._places] + [table[name] for table, name in self._tables]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        self._around = Surroundings(options.name, fn, self.tensors, options.preserve)
+        self._around = Surroundings(name, fn, self.tensors, options.preserve)
         self.spec: Spec | None = None
         self.constants: list[Any] = []
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Forward: call the function with these tensors in their places; the tensors among its outputs."""
-        with _Watch(self.options.name, tensors):
+        with _Watch(self._name, tensors):
             return self._call(tensors)
 
     def settle(self) -> None:
@@ -83,7 +83,9 @@ class _Call:
         return unflatten(leaves, self.spec)[0]
 
 
-def run_functional(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_functional(
+    name: str, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a region inside a torch.func transform.
 
     Raises:
@@ -91,10 +93,10 @@ def run_functional(options: Options, fn: Callable[..., Any], args: tuple[Any, ..
         TransformError: a tracked tensor that is neither argument nor parameter.
     """
     if options.contexts is not None:
-        message = f"region '{options.name}': context_fn cannot be used inside a torch.func transform"
+        message = f"region '{name}': context_fn cannot be used inside a torch.func transform"
         raise ValueError(message)
-    call = _Call(options, fn, args, kwargs)
-    outputs = _Recomputed.apply(call, *call.tensors)
+    call = _Call(name, options, fn, args, kwargs)
+    outputs = _Recomputed.apply(call, *call.tensors)  # type: ignore[no-untyped-call]
     call.settle()
     return call.rebuild(outputs)
 
@@ -128,7 +130,7 @@ class _Recomputed(torch.autograd.Function):
                     full[place] = value
                 return tuple(out for out in fn(*full) if _is_differentiable(out))
 
-            outputs, back = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))
+            outputs, back = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))  # type: ignore[misc]
             given = [g for g in gradients if g is not None]
             assert len(given) == len(outputs)
             return cast("tuple[Tensor, ...]", back(tuple(given)))
@@ -149,7 +151,8 @@ class _Recomputed(torch.autograd.Function):
                 return fn(*full)
 
             primals = tuple(tensors[i] for i in moving)
-            outputs, out = torch.func.jvp(of_moving, primals, tuple(cast("Tensor", tangents[i]) for i in moving))
+            moves = tuple(cast("Tensor", tangents[i]) for i in moving)
+            outputs, out = torch.func.jvp(of_moving, primals, moves)  # type: ignore[misc]
             return tuple(t if _is_differentiable(o) else None for o, t in zip(outputs, out, strict=True))
 
         return cast("tuple[Tensor | None, ...]", ctx.call.again(push))
@@ -159,7 +162,7 @@ def _is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _tables_of(roots: list[nn.Module]) -> Iterator[tuple[dict[str, Tensor | None], bool]]:
+def _tables_of(roots: list[nn.Module]) -> Iterator[tuple[dict[str, Any], bool]]:
     """Tables of parameters and (True) of buffers. A buffer no transform tracks stays: its module may update it."""
     seen: set[int] = set()
     for root in roots:
@@ -171,7 +174,7 @@ def _tables_of(roots: list[nn.Module]) -> Iterator[tuple[dict[str, Tensor | None
 
 
 @contextmanager
-def _lifted(tables: list[tuple[dict[str, Tensor | None], str]], tensors: Sequence[Tensor]) -> Iterator[None]:
+def _lifted(tables: list[tuple[dict[str, Any], str]], tensors: Sequence[Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         for (table, name), tensor in zip(tables, tensors, strict=True):
             stack.callback(table.__setitem__, name, table[name])

@@ -21,7 +21,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
 _CONTEXT_LINES = 4
-_IGNORED = frozenset({"aten.detach"})
+_IGNORED = frozenset({"aten.detach", "aten.lift_fresh"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,11 @@ class Surroundings:
         self._rng = RngState(preserve, leaves) if preserve else None
         self._context = contextvars.copy_context()
 
+    @property
+    def around_forward(self) -> Callable[[str], AbstractContextManager[Any]] | None:
+        """What forward must run under, if anything; called with the region's name."""
+        return None if self._rng is None else self._rng.around_forward
+
     def settle(self) -> None:
         """At exit: let go of what the function turned out not to need."""
         if self._rng is not None:
@@ -58,13 +64,13 @@ class Surroundings:
                 modules = self.modules.restore(self.region)
             if self._rng is not None:
                 states = self._rng.restore()
+            set_grad_enabled(True)
             ambient = self.ambient.restore()
-            set_grad_enabled(True)  # noqa: FBT003
             return body(*args)
         finally:
-            set_grad_enabled(grad_was_enabled)
             if ambient is not None:
                 ambient.close()
+            set_grad_enabled(grad_was_enabled)
             if states is not None:
                 put_back(states)
             if modules is not None:

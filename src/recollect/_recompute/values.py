@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from recollect._core.torch_private.engine import next_sequence, sequence_of
 
 _CHUNK = 1 << 16
 _MULTIPLIER = 6364136223846793005  # odd, so that each byte's weight is invertible modulo 2**64
@@ -67,9 +68,11 @@ class ValueCheck:
 
 
 class Evidence:
-    """The values a run saved, in order; each tensor is looked at when the operator that saved it is done.
+    """The values a run saved, by number; each tensor is looked at when the operator that saved it is done.
 
-    Some operators fill what they save after saving it (RReLU's noise): hence the wait until the next one is saved.
+    Inputs are saved before their kernel runs, and RReLU's kernel fills its saved noise: a tensor without gradient
+    waits until one made by a later node is saved, or the run is over. Left out: workspaces of bytes, which kernels
+    (oneDNN's LSTM) save partly unwritten.
     """
 
     __slots__ = ("_check", "_count", "_waiting", "host_bytes", "kept")
@@ -77,38 +80,41 @@ class Evidence:
     def __init__(self, check: ValueCheck) -> None:
         self._check = check
         self._count = 0
-        self._waiting: tuple[int, Tensor] | None = None
+        self._waiting: list[tuple[int, int, Tensor]] = []
         self.kept: dict[int, Tensor] = {}
         self.host_bytes = 0
 
-    def note(self, tensor: Tensor) -> None:
+    def note(self, tensor: Tensor, *, leave_out: bool = False) -> None:
         """A tensor is being saved."""
-        self.flush()
-        if self._count % self._check.every == 0:
-            self._waiting = (self._count, tensor.detach())
+        index = self._count
         self._count += 1
+        if tensor.grad_fn is not None and self._waiting and sequence_of(tensor.grad_fn) >= self._waiting[-1][0]:
+            self.flush()
+        if index % self._check.every or leave_out or tensor.dtype is torch.uint8:
+            return
+        if tensor.requires_grad:
+            self._keep(index, tensor)
+        else:
+            self._waiting.append((next_sequence(), index, tensor))
 
     def flush(self) -> None:
-        """The operator that saved the last tensor is done."""
-        if self._waiting is not None:
-            index, tensor = self._waiting
-            self._waiting = None
-            with torch.no_grad():
-                kept = self.kept[index] = self._check.evidence(tensor)
-            if not self._check.is_bitwise:
-                self.host_bytes += kept.untyped_storage().nbytes()
+        """The operators that saved the waiting tensors are done."""
+        for _, index, tensor in self._waiting:
+            self._keep(index, tensor)
+        self._waiting.clear()
+
+    def _keep(self, index: int, tensor: Tensor) -> None:
+        with torch.no_grad():
+            kept = self.kept[index] = self._check.evidence(tensor)
+        if not self._check.is_bitwise:
+            self.host_bytes += kept.untyped_storage().nbytes()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
-        return torch.cat([_as_bytes(part) for part in _dense_parts(tensor)])
+        tensor = tensor.to_dense()
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    dense: Any = tensor.to_dense()
-    return [dense]
 
 
 def digest(tensor: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def checkpoint(
             stacklevel=2,
         )
         use_reentrant = True
-    preserve = parse_preserve(kwargs.pop("preserve_rng_state", True))
+    preserve = parse_preserve(bool(kwargs.pop("preserve_rng_state", True)))
     if use_reentrant:
         if kwargs:
             message = f"unexpected keyword arguments with use_reentrant=True: {', '.join(sorted(kwargs))}; "
@@ -78,16 +78,15 @@ def checkpoint(
         if context_fn is not noop_context_fn or debug is not False:
             message = "context_fn and debug need use_reentrant=False"
             raise ValueError(message)
-        return CheckpointFunction.apply(function, bool(preserve), *args)
+        return CheckpointFunction.apply(function, bool(preserve), *args)  # type: ignore[no-untyped-call]
     options = Options(
-        name=name_of(function),
         preserve=preserve,
         early_stop=early_stop,
         matcher=_parse_check(determinism_check),
         contexts=None if context_fn is noop_context_fn else context_fn,
         explain=debug,
     )
-    return run(options, function, args, kwargs)
+    return run(name_of(function), options, function, args, kwargs)
 
 
 def _parse_check(determinism_check: str) -> Matcher:
@@ -98,7 +97,7 @@ def _parse_check(determinism_check: str) -> Matcher:
     return matcher
 
 
-def set_checkpoint_early_stop(enable: bool) -> override:  # noqa: FBT001
+def set_checkpoint_early_stop(enable: bool) -> override:
     """Say for all regions called inside whether recomputation stops early; beats the argument, the innermost wins.
 
     >>> import torch
@@ -111,7 +110,7 @@ def set_checkpoint_early_stop(enable: bool) -> override:  # noqa: FBT001
     return override(early_stop=enable)
 
 
-def set_checkpoint_debug_enabled(enabled: bool | None) -> override:  # noqa: FBT001
+def set_checkpoint_debug_enabled(enabled: bool | None) -> override:
     """Say for all regions called inside whether mismatches show both operator logs; None leaves it to ``debug=``.
 
     >>> from recollect.compat import set_checkpoint_debug_enabled

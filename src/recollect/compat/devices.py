@@ -12,13 +12,13 @@ from recollect._core.torch_private.pytree import tree_leaves
 
 
 class DefaultDeviceType:
-    """The device type that is assumed where no tensor says one: the accelerator's, else ``cuda``.
+    """The device type that is assumed where no tensor says one: the available accelerator's, else ``cpu``.
 
     >>> from recollect.compat import DefaultDeviceType
     >>> before = DefaultDeviceType.get_device_type()
-    >>> DefaultDeviceType.set_device_type("cpu")
+    >>> DefaultDeviceType.set_device_type("meta")
     >>> DefaultDeviceType.get_device_type()
-    'cpu'
+    'meta'
     >>> DefaultDeviceType.set_device_type(before)
     """
 
@@ -31,10 +31,10 @@ class DefaultDeviceType:
 
     @staticmethod
     def get_device_type() -> str:
-        """The chosen type, or this torch's accelerator, or ``cuda``."""
+        """The chosen type, or the available accelerator's, or ``cpu``."""
         if DefaultDeviceType._chosen is None:
-            found = torch.accelerator.current_accelerator()
-            return "cuda" if found is None else found.type
+            found = torch.accelerator.current_accelerator(check_available=True)
+            return "cpu" if found is None else found.type
         return DefaultDeviceType._chosen
 
 

@@ -15,7 +15,7 @@ def checkpoint_sequential(
     functions: nn.Sequential | nn.ModuleList | Iterable[Callable[..., Any]],
     segments: int,
     input: Any,  # noqa: A002 (torch's name)
-    use_reentrant: bool | None = None,  # noqa: FBT001
+    use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run a chain of functions in segments; each segment but the last forgets its activations.
@@ -52,6 +52,9 @@ def checkpoint_sequential(
         message = f"unexpected keyword arguments: {', '.join(sorted(kwargs))}; expected preserve_rng_state"
         raise ValueError(message)
     chain: Sequence[Callable[..., Any]] = list(functions)
+    if not chain:
+        message = "checkpoint_sequential needs at least one function, and got none"
+        raise ValueError(message)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= len(chain):
         message = f"segments={segments!r}: expected a whole number from 1 to {len(chain)}, the number of functions"
         raise ValueError(message)

@@ -26,9 +26,6 @@ top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any],
 )
 """The saved-tensor hooks in force here; the argument says to answer while tracing too. Costs 70 ns."""
 
-hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
-"""Whether saved-tensor hooks may be set here; `torch.func.grad` and its kin forbid them."""
-
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = (
     torch._C._autograd._push_saved_tensors_default_hooks
 )

@@ -36,11 +36,20 @@ def swap_function_modes(stack: Stack) -> Stack:
     return previous
 
 
+def any_function_mode() -> bool:
+    """Whether a torch-function mode is active."""
+    return bool(_depth())
+
+
+without_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
+"""A context in which no torch-function mode sees anything."""
+
+
 def quietly(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     """The same hook, unseen by torch-function modes."""
 
     def run(tensor: torch.Tensor) -> Any:
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return hook(tensor)
 
     return run

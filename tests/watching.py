@@ -1,0 +1,68 @@
+"""What tests use to watch a step from outside: operators run again, calls of a function, what is in force now."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import recollect
+from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.engine import top_hooks
+from recollect._core.torch_private.modes import read_function_modes
+
+
+class Operators(DispatchMode):
+    """Names of the operators that run under it: all of them, and those of recomputations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[str] = []
+        self.again: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        if name != "detach":
+            self.all.append(name)
+            if recollect.is_recomputing():
+                self.again.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._fn(*args, **kwargs)
+
+
+def what_is_in_force() -> dict[str, Any]:
+    """Everything a region might set and forget to put back."""
+    return {
+        "saved-tensor hooks": top_hooks(True),
+        "function modes": read_function_modes(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "recomputing": recollect.is_recomputing(),
+        "random state": torch.get_rng_state().tolist(),
+    }
+
+
+def backward(loss: Tensor, *, keep: bool = False) -> None:
+    """`loss.backward()`, with a type."""
+    torch.autograd.backward(loss, retain_graph=keep)
