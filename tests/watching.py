@@ -8,8 +8,6 @@ from torch import Tensor
 
 import recollect
 from recollect._core.torch_private.dispatch import DispatchMode
-from recollect._core.torch_private.engine import top_hooks
-from recollect._core.torch_private.modes import read_function_modes
 
 
 class Operators(DispatchMode):
@@ -47,11 +45,23 @@ class Counted:
         return self._fn(*args, **kwargs)
 
 
+class RunsToItsEnd:
+    """A function that counts how often it runs to its end, which early stop prevents."""
+
+    def __init__(self) -> None:
+        self.ends = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.exp().sin()
+        self.ends += 1
+        return y
+
+
 def what_is_in_force() -> dict[str, Any]:
     """Everything a region might set and forget to put back."""
     return {
-        "saved-tensor hooks": top_hooks(True),
-        "function modes": read_function_modes(),
+        "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "function modes": [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())],
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),

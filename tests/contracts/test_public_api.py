@@ -9,9 +9,19 @@ import recollect
 import recollect.compat
 
 RECOLLECT = [
+    "CaptureError",
+    "ChangedInputError",
+    "CheckpointError",
+    "MismatchError",
+    "RecollectError",
+    "TransformError",
+    "ValueCheck",
     "checkpoint",
     "explain_mismatch",
+    "graph_rng",
     "is_recomputing",
+    "register_ambient",
+    "register_state",
 ]
 
 COMPAT = [

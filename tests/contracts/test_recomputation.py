@@ -13,7 +13,7 @@ import recollect
 from recollect import compat
 from recollect.compat import GraphExecGroup, set_checkpoint_early_stop
 from tests.corpus import apply
-from tests.watching import Counted, Operators, backward
+from tests.watching import Counted, Operators, RunsToItsEnd, backward
 
 WIDTH = 8
 MATMUL_FLOPS = 2 * WIDTH**3
@@ -255,10 +255,12 @@ class Reader(torch.autograd.Function):
         Reader.kept = ctx
         held = []
         for _ in range(Reader.reads):
-            y, *more = ctx.saved_tensors
+            saved = ctx.saved_tensors
+            gradient = gradients[0] * saved[0]
             if Reader.holds:
-                held.append(y)
-        return gradients[0] * y, *(None for _ in more)
+                held.append(saved)
+            del saved
+        return gradient, *(None for _ in ctx.needs_input_grad[1:])
 
 
 @pytest.fixture
@@ -425,18 +427,12 @@ def test_groups_do_not_nest() -> None:
 
 def calls_until_the_end(*, inside: Any = None, around_backward: Any = None, **options: Any) -> int:
     """How often the last line of a region runs in one step."""
-    ends = []
-
-    def fn(x: Tensor) -> Tensor:
-        y = x.exp().sin()
-        ends.append(1)
-        return y
-
+    fn = RunsToItsEnd()
     with inside or nullcontext():
         loss = compat.checkpoint(fn, square(), use_reentrant=False, **options).sum()
     with around_backward or nullcontext():
         backward(loss)
-    return len(ends)
+    return fn.ends
 
 
 @pytest.mark.parametrize("argument", [True, False])
@@ -470,14 +466,8 @@ def test_an_exception_ends_the_setting() -> None:
 
 
 def test_a_nested_region_finds_in_recomputation_the_setting_of_forward() -> None:
-    ends = []
-
-    def inner(x: Tensor) -> Tensor:
-        y = x.exp().sin()
-        ends.append(1)
-        return y
-
+    inner = RunsToItsEnd()
     with set_checkpoint_early_stop(False):
         loss = recollect.checkpoint(lambda x: recollect.checkpoint(inner)(x.cos()).sum())(square())
     backward(loss)
-    assert len(ends) == 3
+    assert inner.ends == 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import compat
-from tests.watching import Counted, backward
+from tests.watching import Counted, RunsToItsEnd, backward
 
 THREADS = 4
 ROUNDS = 10
@@ -40,15 +40,9 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def ends_reached() -> int:
-    ends = []
-
-    def fn(x: Tensor) -> Tensor:
-        y = x.exp().sin()
-        ends.append(1)
-        return y
-
+    fn = RunsToItsEnd()
     backward(recollect.checkpoint(fn)(torch.ones(2, requires_grad=True)).sum())
-    return len(ends)
+    return fn.ends
 
 
 def mismatch() -> str:
@@ -183,16 +177,36 @@ def test_training_steps_at_the_same_time_give_right_gradients(
 def test_backward_passes_through_one_graph_at_the_same_time(nested: bool) -> None:
     x = torch.randn(8, requires_grad=True)
     inner = Counted(lambda x: x.sin().exp().tanh())
-    region = recollect.checkpoint(inner)
+    region: Callable[[Tensor], Tensor] = recollect.checkpoint(inner)
     if nested:
         region = recollect.checkpoint(lambda x: recollect.checkpoint(inner)(x.cos()).sin())
     loss = region(x).sum()
     (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
-    derive = functools.partial(torch.autograd.grad, loss, x, retain_graph=True)
+    derive: Callable[[], Any] = functools.partial(torch.autograd.grad, loss, x, retain_graph=True)
     for _ in range(ROUNDS):
         results = at_once([derive] * THREADS)
         for (gradient,) in results:
             assert torch.equal(gradient, expected)
+
+
+def test_passes_that_ask_at_the_same_time_recompute_one_after_the_other() -> None:
+    inside, met = list[int](), threading.Event()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        if recollect.is_recomputing():
+            inside.append(1)
+            if len(inside) > 1:
+                met.set()
+            met.wait(timeout=0.1)  # gives another thread the time to come in, if it can
+            inside.pop()
+        return y
+
+    x = torch.randn(8, requires_grad=True)
+    loss = recollect.checkpoint(fn, early_stop=False)(x).sum()
+    derive: Callable[[], Any] = functools.partial(torch.autograd.grad, loss, x, retain_graph=True)
+    at_once([derive] * 2)
+    assert not met.is_set()
 
 
 def test_backward_on_another_thread_than_forward() -> None:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from recollect._core.scope import override
 from recollect._recompute.frame import Options
 from recollect._recompute.match import Check, Matcher
-from recollect._recompute.region import run
+from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
 
 P = ParamSpec("P")
@@ -94,11 +94,12 @@ def checkpoint(
         message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
         message += "call it as recollect.checkpoint(fn)(*args)"
         raise TypeError(message)
-    options = make_options(preserve_rng, early_stop, check)
-    region = name or name_of(fn)
+    call = Region(
+        name or name_of(fn), fn, _make_options(preserve_rng=preserve_rng, early_stop=early_stop, check=check)
+    ).call
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(region, options, fn, args, kwargs)
+        return call(args, kwargs)
 
     # Half the cost of functools.update_wrapper, which matters where a model wraps its blocks at each call.
     wrapper.__wrapped__ = fn  # type: ignore[attr-defined]
@@ -108,15 +109,16 @@ def checkpoint(
     return wrapper
 
 
-def make_options(preserve_rng: bool | Iterable[str], early_stop: bool, check: Check) -> Options:  # noqa: FBT001
-    """Check a caller's options; the same ones give the same object."""
-    if not isinstance(preserve_rng, bool):
-        preserve_rng = parse_preserve(preserve_rng)
-    return _make_options(preserve_rng, early_stop, check)
+_DEFAULTS = Options(preserve=frozenset({"torch"}), early_stop=True, matcher=Matcher())
 
 
-@functools.lru_cache
-def _make_options(preserve_rng: bool | frozenset[str], early_stop: bool, check: Check) -> Options:  # noqa: FBT001
+def _make_options(*, preserve_rng: bool | Iterable[str], early_stop: bool, check: Check) -> Options:
+    """Check a caller's options."""
+    if not isinstance(early_stop, bool):
+        message = f"early_stop={early_stop!r}: expected True or False"
+        raise ValueError(message)  # noqa: TRY004 (as for every other option)
+    if preserve_rng is True and early_stop is True and check == "metadata":
+        return _DEFAULTS
     return Options(preserve=parse_preserve(preserve_rng), early_stop=early_stop, matcher=Matcher.parse(check))
 
 
@@ -127,6 +129,8 @@ def name_of(fn: Callable[..., Any]) -> str:
     >>> name_of(torch.nn.Linear(1, 1)), name_of(torch.sin), name_of(functools.partial(name_of))
     ('Linear', 'sin', 'name_of')
     """
+    if type(fn) is FunctionType:
+        return fn.__name__
     while isinstance(fn, functools.partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None)

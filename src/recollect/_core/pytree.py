@@ -13,23 +13,41 @@ from torch import Tensor
 
 from recollect._core.torch_private.pytree import Spec, flatten, is_container, leaf_paths, unflatten
 
+_VALUES = frozenset({type(None), bool, int, float, str})
+
 
 class Arguments:
-    """The arguments of one call, flat: `leaves` in order, positional first, and how to put them together again."""
+    """The arguments of one call, flat: `leaves` in order, positional first, and how to put them together again.
 
-    __slots__ = ("_keywords", "_positional", "_spec", "leaves")
+    Attributes:
+        leaves: every value that is not walked into.
+        tensors: indices of the tensors among them.
+        objects: the leaves that are neither tensors nor plain values: modules, generators, anything.
+    """
+
+    __slots__ = ("_keywords", "_positional", "_spec", "leaves", "objects", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves: list[Any] = [*args, *kwargs.values()] if kwargs else list(args)
         self._positional = len(args)
-        self._keywords = tuple(kwargs) if kwargs else ()
+        self._keywords = tuple(kwargs)
         self._spec: Spec | None = None
-        for leaf in leaves:
-            kind = type(leaf)
-            if kind is not Tensor and is_container(kind):
-                leaves, self._spec = flatten(leaves)
-                break
-        self.leaves = leaves
+        self.leaves: list[Any] = [*args, *kwargs.values()]
+        if self._sort():
+            self.leaves, self._spec = flatten(self.leaves)
+            self._sort()
+
+    def _sort(self) -> bool:
+        """Sort the leaves by kind; True if one of them is a container, so that they are not leaves yet."""
+        self.tensors: list[int] = []
+        self.objects: list[Any] = []
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                self.tensors.append(index)
+            elif (kind := type(leaf)) not in _VALUES:
+                if self._spec is None and is_container(kind):
+                    return True
+                self.objects.append(leaf)
+        return False
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Give args and kwargs with these leaves; containers are made anew each time."""

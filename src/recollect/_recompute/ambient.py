@@ -1,8 +1,8 @@
 """What is around a region and decides what it computes: read at entry, put back for recomputation.
 
 Autocast, torch-function modes (`torch.device` contexts among them), process-wide switches (SDPA kernels, default
-dtype, TF32), the cache of parametrizations, Python's context variables, and whatever the user registered. On
-recomputation nothing is set that already stands as it stood: with no autocast and no mode, all of it costs 3 µs.
+dtype, matmul precision), the cache of parametrizations, and whatever the user registered. On recomputation nothing is
+set that already stands as it stood, which is the usual case and costs 1 µs.
 Dispatch modes are left alone: a mode around backward (a FLOP counter, say) sees the recomputation.
 """
 
@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from recollect._core.registry import Registration, Registry
-from recollect._core.torch_private.flags import Flags, any_autocast_enabled, read_flags, write_flags
-from recollect._core.torch_private.modes import Stack, read_function_modes, swap_function_modes
-from recollect._core.torch_private.parametrize import Cache, read_cache, restore_cache, swap_cache
+from recollect._core.torch_private.ambient import any_autocast_enabled, put_state, read_state
 from recollect._recompute.rng import accelerator
 
 Capture = Callable[[], Callable[[], AbstractContextManager[Any]] | None]
@@ -76,13 +74,13 @@ def _autocast_kinds() -> tuple[str, ...]:
     return ("cpu", found[0])
 
 
+_DTYPES = {kind: torch.get_autocast_dtype(kind) for kind in _autocast_kinds()}  # while autocast is off
+
 Autocast = tuple[Any, ...] | None
 
 
 def _read_autocast() -> Autocast:
-    """For each kind of device whether autocast is on and to which dtype, then its weight cache; None if all are off."""
-    if not any_autocast_enabled():
-        return None
+    """For each kind of device whether autocast is on and to which dtype, then its weight cache."""
     kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()]
     return (*kinds, torch.is_autocast_cache_enabled())
 
@@ -90,7 +88,7 @@ def _read_autocast() -> Autocast:
 @contextmanager
 def _autocast(state: Autocast) -> Iterator[None]:
     kinds = _autocast_kinds()
-    *each, cache = state or (*((False, torch.get_autocast_dtype(kind)) for kind in kinds), True)
+    *each, cache = state or (*((False, _DTYPES[kind]) for kind in kinds), True)
     with ExitStack() as stack:
         for kind, (enabled, dtype) in zip(kinds, each, strict=True):
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
@@ -100,44 +98,34 @@ def _autocast(state: Autocast) -> Iterator[None]:
 class Ambient:
     """The state around one execution of a region."""
 
-    __slots__ = ("_autocast", "_cache", "_flags", "_makers", "_modes")
+    __slots__ = ("_autocast", "_makers", "_state")
 
     def __init__(self) -> None:
-        self._autocast = _read_autocast()
-        self._modes: Stack = read_function_modes()
-        self._flags: Flags = read_flags()
-        self._cache: Cache = read_cache()
-        self._makers = [maker for capture in _registered.items if (maker := capture()) is not None]
+        self._autocast = _read_autocast() if any_autocast_enabled() else None
+        self._state = read_state()
+        captures = _registered.items
+        self._makers = [maker for capture in captures if (maker := capture()) is not None] if captures else None
 
     @property
     def has_modes(self) -> bool:
         """Whether a torch-function mode was active."""
-        return bool(self._modes)
+        return self._state[1] is not None
 
     def restore(self) -> ExitStack | None:
         """Set what stands otherwise now; gives what puts it back, None if nothing had to be set."""
-        autocast, modes, flags, cache = _read_autocast(), read_function_modes(), read_flags(), read_cache()
-        if (
-            flags == self._flags
-            and autocast == self._autocast
-            and modes == self._modes
-            and cache is self._cache
-            and not self._makers
-        ):
+        autocast = _read_autocast() if any_autocast_enabled() else None
+        now = read_state()
+        is_same = now == self._state if now[0] is self._state[0] is None else False  # two caches are never alike
+        if is_same and autocast == self._autocast and not self._makers:
             return None
         stack = ExitStack()
         try:
-            if flags != self._flags:
-                stack.callback(write_flags, flags)
-                write_flags(self._flags)
-            if cache is not self._cache:
-                stack.callback(restore_cache, swap_cache(self._cache))
             for maker in self._makers or ():
                 stack.enter_context(maker())
             if autocast != self._autocast:
                 stack.enter_context(_autocast(self._autocast))
-            if modes != self._modes:
-                stack.callback(swap_function_modes, swap_function_modes(self._modes))
+            if not is_same:
+                stack.callback(put_state(self._state))
         except BaseException:
             stack.close()
             raise

@@ -6,41 +6,48 @@ Who keeps whom alive (no cycle, so reference counting frees everything)::
                                 Frame - - weak - -> Slot
 
 A slot dies when autograd releases its node, a frame with its last slot, the inputs with the frame. A recomputation
-fills every live slot; the values belong to the backward pass that asked. In a pass that frees the graph a value goes
-with its slot, when its node is done. In a pass that keeps the graph it is handed over: the slot forgets it and keeps
-only a weak reference to its storage, which serves a second read by the same node. See docs/design/engine.md.
+fills every live slot; the values belong to the backward pass that asked. A slot forgets its value when it hands it to
+its node, which reads it once. Only Python code (a custom Function's backward, a hook) can read twice: there, in a pass
+that frees the graph, the slot keeps the value and goes with its node; in a pass that keeps the graph it keeps a weak
+reference to the value's storage. See docs/design/engine.md.
 """
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # the class itself: `threading.RLock` is a function around it
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
 
-from recollect._core.errors import ChangedInputError, CheckpointError
+from recollect._core.errors import ChangedInputError
+from recollect._core.pytree import Arguments
+from recollect._core.scope import current_settings
+from recollect._core.torch_private.ambient import function_mode_depth, quietly, without_function_modes
 from recollect._core.torch_private.engine import (
+    ENGINE_CODE,
     current_pass,
     get_group,
     pass_is_partial,
     pass_keeps_graph,
     pop_hooks,
     push_hooks,
+    top_hooks,
     when_pass_ends,
 )
-from recollect._core.torch_private.modes import quietly
+from recollect._core.torch_private.pytree import is_container, tree_leaves
+from recollect._recompute.inputs import Inputs
 from recollect._recompute.oplog import OpLog, describe_tensor
+from recollect._recompute.surroundings import Surroundings
+from recollect._recompute.values import Evidence
 
 if TYPE_CHECKING:
-    from recollect._core.pytree import Arguments
     from recollect._recompute.match import Matcher
-    from recollect._recompute.surroundings import Surroundings
-    from recollect._recompute.values import Evidence
 
 Meta = tuple[Any, ...]
 
@@ -56,16 +63,16 @@ class StopRecomputation(Exception):  # noqa: N818 (not an error)
 class Slot:
     """Stands for one saved tensor. Autograd's node holds it; it holds the frame."""
 
-    __slots__ = ("__weakref__", "frame", "handed", "value", "version")
+    __slots__ = ("__weakref__", "frame", "kept", "value", "version")
 
     frame: Frame
-    value: Tensor | None
-    handed: _Handed | None
+    value: Tensor | None  # in a pass that frees the graph
+    kept: Tensor | _Handed | None  # in a pass that keeps it: before and after it was handed to a node
     version: int  # of the value when it was saved
 
 
 class _Handed:
-    """A value that was handed to a node in a pass that keeps the graph: alive only while the node uses it."""
+    """A value that was handed to a node in a pass that keeps the graph: alive only while someone uses it."""
 
     __slots__ = ("dtype", "offset", "pass_id", "shape", "storage", "strides", "whole")
 
@@ -95,6 +102,15 @@ class _Handed:
             return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
+def observe(tensor: Tensor, evidence: Evidence | None, log: OpLog | None) -> None:
+    """A tensor is being saved: tell the log, then keep evidence, unseen by the log."""
+    if log is not None:
+        log.note_saved(tensor)
+    if evidence is not None:
+        with log.paused() if log is not None else nullcontext():
+            evidence.note(tensor)
+
+
 def read_meta(tensor: Tensor) -> Meta:
     """What the metadata check compares, and the version, which tells writes after saving apart."""
     try:
@@ -114,109 +130,19 @@ class Options:
     explain: bool = False
 
 
-class Inputs:
-    """A region's arguments, as recomputation will need them: cut off from the graph.
-
-    Cut off, so that no gradient and no hook of the recomputation reaches the original graph, and so that an input
-    written in place later, whose history then leads back to this region, is not held by its own history.
-
-    Inside saved-tensor hooks (an enclosing region, `save_on_cpu`) each tensor is given to those hooks, exactly as
-    autograd would give them a saved tensor, and only the answer is held.
-    """
-
-    __slots__ = ("_arguments", "_changed", "_held", "_originals", "_requires_grad", "_tensors", "_unpack", "_versions")
-
-    def __init__(
-        self,
-        arguments: Arguments,
-        hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None,
-    ) -> None:
-        self._arguments = arguments
-        held = self._held = arguments.leaves
-        # Inference tensors have no version and cannot be saved: they pass like any other value.
-        self._tensors = [
-            index for index, leaf in enumerate(held) if isinstance(leaf, Tensor) and not leaf.is_inference()
-        ]
-        self._versions = [held[index]._version for index in self._tensors]  # noqa: SLF001
-        self._unpack: Callable[[Any], Tensor] | None = None
-        self._originals: list[Tensor] = []
-        self._changed: int | None = None
-        self._requires_grad = [held[index].requires_grad for index in self._tensors]
-        if hooks is not None and self._tensors:
-            pack, self._unpack = hooks
-            self._originals = [held[index] for index in self._tensors]
-            with torch.no_grad():
-                for index in self._tensors:
-                    held[index] = pack(held[index])
-            return
-        copies: dict[int, Tensor] = {}
-        for index, requires_grad in zip(self._tensors, self._requires_grad, strict=True):
-            tensor = held[index]
-            if requires_grad and not tensor.is_leaf:
-                copy = copies.get(id(tensor))
-                if copy is None:
-                    copy = copies[id(tensor)] = tensor.detach().requires_grad_()
-                held[index] = copy
-
-    @property
-    def are_packed(self) -> bool:
-        """Whether enclosing hooks hold the tensors, so that they come back as other objects."""
-        return self._unpack is not None
-
-    def settle(self) -> None:
-        """At exit: see whether the function wrote into tensors that enclosing hooks now hold, and let those go."""
-        for index, tensor, version in zip(self._tensors, self._originals, self._versions, strict=False):
-            if tensor._version != version:  # noqa: SLF001
-                self._changed = index
-        self._originals = []
-
-    def materialise(self, region: str) -> list[Any]:
-        """Leaves to call the function with again.
-
-        Raises:
-            ChangedInputError: a tensor was changed in place since the region was entered.
-        """
-        held, unpack_input = self._held, self._unpack
-        if unpack_input is None:
-            for index, version in zip(self._tensors, self._versions, strict=True):
-                if held[index]._version != version:  # noqa: SLF001
-                    raise ChangedInputError(self._describe_change(region, index))
-            return held
-        if self._changed is not None:
-            raise ChangedInputError(self._describe_change(region, self._changed))
-        leaves = list(held)
-        for index, requires_grad in zip(self._tensors, self._requires_grad, strict=True):
-            tensor = unpack_input(held[index])
-            if requires_grad and not (tensor.is_leaf and tensor.requires_grad):
-                tensor = tensor.detach().requires_grad_()
-            leaves[index] = tensor
-        return leaves
-
-    def _describe_change(self, region: str, index: int) -> str:
-        return (
-            f"region '{region}': {self._arguments.describe(index)} was changed in place after the region was "
-            "entered.\n"
-            "Recomputation would read the new value. Either the function writes into its own input, or something did "
-            "between forward and backward.\n"
-            "Use the out-of-place form of that operation, or pass a clone."
-        )
-
-    def call(self, fn: Callable[..., Any], leaves: list[Any]) -> Any:
-        """Call the function with these leaves."""
-        args, kwargs = self._arguments.rebuild(leaves)
-        return fn(*args, **kwargs)
-
-
 class Frame:
-    """One execution of a region. Made at entry; `close` at exit; then only its slots hold it."""
+    """One execution of a region, from `enter` to its last slot; after `leave` only its slots hold it."""
 
     __slots__ = (
         "__weakref__",
         "around",
+        "contexts",
+        "entered",
         "evidence",
         "filled_by",
         "fn",
         "inputs",
+        "is_differentiated",
         "is_open",
         "keeps_graph",
         "lock",
@@ -239,18 +165,127 @@ class Frame:
         self.slots: list[ref[Slot]] = []
         self.metas: list[Meta] = []
         self.is_open = True
-        self.was_filled = False
+        self.was_filled = self.keeps_graph = False
+        # By create_graph: a node of the region then stands in two graphs, and a pass may run it, and read, twice.
+        self.is_differentiated = False
         self.filled_by: Any = None
-        self.keeps_graph = False
         self.outputs = 0  # differentiable ones; 0 while unknown
         self.outputs_seen = (-1, 0)  # a pass, and how many outputs it has reached
         self.evidence: Evidence | None = None
         self.log: OpLog | None = None
+        self.contexts: list[AbstractContextManager[Any]] | None = None
+        self.entered: ExitStack | None = None
         self.recompute_context: AbstractContextManager[Any] | None = None
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self.inputs: Inputs | None
-        self.around: Surroundings
-        self.stops_early: bool
+
+    # Forward: `enter`, then `leave` or `fail`. From module hooks as well as around a call.
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what recomputation will need, and put the hooks in force. Leaves nothing behind if it raises."""
+        if function_mode_depth():
+            with without_function_modes():
+                pack = quietly(self._prepare(args, kwargs))
+        else:
+            pack = self._prepare(args, kwargs)
+        push_hooks(pack, unpack)
+        if self.contexts is not None:
+            contexts, self.entered = self.contexts, ExitStack()
+            try:
+                for context in contexts:
+                    self.entered.enter_context(context)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Any]:
+        """Read everything around the region; gives its pack hook."""
+        name, options, settings = self.name, self.options, current_settings()
+        self.stops_early = options.early_stop if settings.early_stop is None else settings.early_stop
+        arguments = Arguments(args, kwargs)
+        # First, because here an enclosing recomputation stops if it needs nothing beyond these inputs.
+        self.inputs = Inputs(arguments, top_hooks(True))  # noqa: FBT003
+        exact = options.matcher.values is not None
+        assert self.fn is not None
+        around = self.around = Surroundings(name, self.fn, arguments, options.preserve, exact=exact)
+        arguments.leaves = []
+        contexts: list[AbstractContextManager[Any]] = []
+        if around.around_forward is not None:
+            contexts.append(around.around_forward(name))
+        if options.contexts is not None:
+            forward, self.recompute_context = _checked_contexts(name, options.contexts())
+            contexts.append(forward)
+        if options.explain if settings.explain is None else settings.explain:
+            self.log = OpLog(name)
+            contexts.append(self.log)
+        if contexts:
+            self.contexts = contexts
+        if exact or self.log is not None:
+            return self._observing(self.pack())
+        return self.pack()
+
+    def _observing(self, pack: Callable[[Tensor], Slot]) -> Callable[[Tensor], Slot]:
+        """The pack hook of a region that also keeps evidence of values, or a log."""
+        check, log = self.options.matcher.values, self.log
+        evidence = self.evidence = Evidence(check) if check is not None else None
+
+        def observing(tensor: Tensor) -> Slot:
+            observe(tensor, evidence, log)
+            return pack(tensor)
+
+        return observing
+
+    def leave(self, result: Any) -> None:
+        """The function has returned: take the hooks away and keep only what recomputation will need."""
+        try:
+            if self.entered is not None:
+                entered, self.entered = self.entered, None
+                entered.close()
+        except BaseException:
+            self.around.abandon()
+            raise
+        finally:
+            pop_hooks()
+        if function_mode_depth():
+            with without_function_modes():
+                self._settle(result)
+        else:
+            self._settle(result)
+
+    def fail(self, error: BaseException) -> bool:
+        """The function has raised: take everything away. True if the forward context swallowed the exception."""
+        self.around.abandon()
+        try:
+            entered, self.entered = self.entered, None
+            return entered is not None and bool(entered.__exit__(type(error), error, error.__traceback__))
+        finally:
+            pop_hooks()
+
+    def _settle(self, result: Any) -> None:
+        assert self.inputs is not None
+        if self.evidence is not None:
+            self.evidence.flush()
+        self.around.settle()
+        self.inputs.settle()
+        self.is_open = False
+        if self.slots:
+            self._count_outputs(result)
+
+    def _count_outputs(self, result: Any) -> None:
+        """Find out how a backward pass will show that it reaches all of the region's saved tensors.
+
+        With one differentiable output, the first saved tensor that is asked for shows it. With several, each
+        output's node reports when a pass runs it.
+        """
+        if type(result) is Tensor:
+            self.outputs = 1
+            return
+        leaves = tree_leaves(result) if is_container(type(result)) else ()
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        self.outputs = len(nodes)
+        if self.outputs > 1:
+            report = WeakMethod(self.output_runs)
+            for node in nodes:
+                node.register_prehook(lambda gradients: reach(gradients) if (reach := report()) is not None else None)
 
     def pack(self) -> Callable[[Tensor], Slot]:
         """The saved-tensor hook of forward: forgets the tensor and gives a slot for it.
@@ -262,7 +297,7 @@ class Frame:
         def pack(tensor: Tensor) -> Slot:
             slot = Slot()
             slot.frame = self
-            slot.value = slot.handed = None
+            slot.value = slot.kept = None
             add_slot(ref(slot))
             try:
                 add_meta((tensor.shape, tensor.dtype, tensor.device, tensor._version))  # noqa: SLF001
@@ -278,23 +313,26 @@ class Frame:
         with self.lock:
             pass_id, group = current_pass(), get_group()
             key = pass_id if group is None else group
-            if self.inputs is None and slot.value is not None:
-                return self._serve(slot, pass_id)
+            if self.inputs is None:
+                return self._checked(slot, slot.value)
             if key == -1:  # read from outside backward
                 return self._recompute_one(slot)
-            if self.filled_by == key:
-                if slot.value is not None:
-                    return self._serve(slot, pass_id)
-                handed = slot.handed
-                if handed is not None:
-                    again = handed.again() if handed.pass_id == pass_id else None
-                    if again is not None:
-                        return again
-                    if handed.pass_id != pass_id:
-                        self._refuse_overlap()
-                    return self._recompute_one(slot)
-            self._recompute_all(key, group)
-            return self._serve(slot, pass_id)
+            if self.filled_by != key:
+                self._recompute_all(key, group)
+            if slot.value is not None:
+                return self._checked(slot, slot.value)
+            kept = slot.kept
+            if isinstance(kept, _Handed):
+                again = kept.again() if kept.pass_id == pass_id else None
+                if again is not None:
+                    return again
+                if group is not None and kept.pass_id != pass_id:
+                    self._refuse_overlap()
+            elif kept is not None:
+                value = self._checked(slot, kept)
+                slot.kept = _Handed(value, pass_id)
+                return value
+            return self._recompute_one(slot)
 
     def _refuse_overlap(self) -> None:
         message = (
@@ -304,9 +342,8 @@ class Frame:
         )
         raise RuntimeError(message)
 
-    def _serve(self, slot: Slot, pass_id: int) -> Tensor:
-        """Give a filled slot's value to whoever asks; where the graph is kept the slot forgets it."""
-        value = slot.value
+    def _checked(self, slot: Slot, value: Tensor | None) -> Tensor:
+        """A recomputed value, if it is still what was saved."""
         assert value is not None
         if value._version != slot.version:  # noqa: SLF001
             message = (
@@ -315,9 +352,6 @@ class Frame:
                 "Without the region autograd would refuse this too. Use the out-of-place form of that operation."
             )
             raise ChangedInputError(message)
-        if self.keeps_graph:
-            slot.value = None
-            slot.handed = _Handed(value, pass_id)
         return value
 
     def _recompute_one(self, slot: Slot) -> Tensor:
@@ -326,7 +360,7 @@ class Frame:
         filled = [(live, live.value) for weak in self.slots if (live := weak()) is not None]
         try:
             self._run(last=index, stops_early=True)
-            value = self._serve(slot, -1)
+            value = self._checked(slot, slot.value)
         finally:
             for other, before in filled:
                 other.value = before
@@ -342,19 +376,30 @@ class Frame:
         self.was_filled = True
         self.filled_by = None
         self.keeps_graph = group is not None or pass_keeps_graph()
+        self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
         self._run(last=last, stops_early=self.stops_early or self.is_open)
         self.filled_by = key
-        self._release_if_last()
+        if self.keeps_graph:
+            self._keep()
+        else:
+            self._release_if_last()
         if group is not None:
             group.filled(self)
         elif self.inputs is not None:
             when_pass_ends(_Expiry(self, key))
 
+    def _keep(self) -> None:
+        """Where the graph is kept, slots outlive their nodes: each value must be handed over, see `fetch`."""
+        for weak in self.slots:
+            slot = weak()
+            if slot is not None:
+                slot.kept, slot.value = slot.value, None
+
     def _empty(self) -> None:
         for weak in self.slots:
             slot = weak()
             if slot is not None:
-                slot.value = slot.handed = None
+                slot.value = slot.kept = None
 
     def output_runs(self, _gradients: Any) -> None:
         """Called by each of several outputs when a pass reaches it."""
@@ -365,7 +410,7 @@ class Frame:
 
     def _release_if_last(self) -> None:
         """Let the inputs go if this pass has recomputed, frees the graph and reaches every output."""
-        if self.keeps_graph or self.filled_by is None or pass_is_partial():
+        if self.keeps_graph or self.filled_by is None or self.is_differentiated or pass_is_partial():
             return
         seen_in, count = self.outputs_seen
         if self.outputs == 1 or (count == self.outputs and seen_in == self.filled_by):
@@ -386,12 +431,7 @@ class Frame:
 
     def _run(self, *, last: int, stops_early: bool) -> None:
         """Run the function again up to saved tensor `last` and fill the live slots."""
-        if self.inputs is None:
-            message = (
-                f"region '{self.name}': its inputs were released after an earlier backward that did not "
-                "retain the graph.\nPass retain_graph=True to every backward but the last."
-            )
-            raise CheckpointError(message)
+        assert self.inputs is not None, "inputs go only when every live slot has its value"
         leaves = self.inputs.materialise(self.name)
         recorder = self.options.matcher.recorder(self, last=last, stops_early=stops_early, leaves=leaves)
         self.around.rerun(self._call, leaves, recorder.pack(), recorder.log)
@@ -443,11 +483,22 @@ class _Expiry:
 def unpack(slot: Slot) -> Tensor:
     """Saved-tensor hook of backward: give the slot's tensor, recomputing its region if need be."""
     value = slot.value
-    if value is None or slot.frame.keeps_graph or value._version != slot.version:  # noqa: SLF001
+    if value is None or value._version != slot.version:  # noqa: SLF001
         return slot.frame.fetch(slot)
+    caller = _getframe().f_back
+    if caller is None or caller.f_code is ENGINE_CODE:
+        slot.value = None
     return value
 
 
 def _same(tensor: Tensor) -> Tensor:
     """Unpack hook during recomputation: a backward inside the function reads the recomputed tensors as they are."""
     return tensor
+
+
+def _checked_contexts(region: str, contexts: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    match contexts:
+        case (forward, again) if hasattr(forward, "__enter__") and hasattr(again, "__enter__"):
+            return forward, again
+    message = f"region '{region}': context_fn must give two context managers, not {contexts!r}"
+    raise TypeError(message)

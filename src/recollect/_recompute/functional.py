@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from recollect._core.errors import TransformError
 from recollect._core.pytree import Arguments
-from recollect._core.torch_private.functorch import current_level, is_tracked, level_of, unwrap
+from recollect._core.torch_private.functorch import current_level, is_tracked, level_of, unwrap, unwrap_if_ended
 from recollect._core.torch_private.pytree import Spec, flatten, tree_leaves, unflatten
 from recollect._recompute.frame import Options
 from recollect._recompute.modules import find_modules
@@ -34,8 +34,8 @@ class _Call:
         self._name, self._fn = name, fn
         self._arguments = Arguments(args, kwargs)
         self._leaves = list(self._arguments.leaves)
-        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        roots, loose = find_modules(fn, self._leaves)
+        self._places = self._arguments.tensors
+        roots, loose = find_modules(fn, self._arguments.objects)
         self._tables = [
             (table, name)
             for table, is_buffers in _tables_of(roots)
@@ -47,7 +47,8 @@ class _Call:
                 raise TransformError(_explain(name, tensor))
         self.tensors = [self._leaves[i] for i in self._places] + [table[name] for table, name in self._tables]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        self._around = Surroundings(name, fn, self.tensors, options.preserve)
+        self._around = Surroundings(name, fn, self._arguments, options.preserve)
+        self._arguments.leaves = []  # autograd holds the tensors
         self.spec: Spec | None = None
         self.constants: list[Any] = []
 
@@ -116,11 +117,12 @@ class _Recomputed(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+        ctx.differentiable = [_is_differentiable(out) for out in output]
         ctx.mark_non_differentiable(*(out for out in output if not _is_differentiable(out)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        tensors = tuple(map(unwrap_if_ended, ctx.saved_tensors))
         wanted = [i for i, t in enumerate(tensors) if ctx.needs_input_grad[i + 1] and _is_differentiable(t)]
 
         def pull(fn: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -131,16 +133,16 @@ class _Recomputed(torch.autograd.Function):
                 return tuple(out for out in fn(*full) if _is_differentiable(out))
 
             outputs, back = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))  # type: ignore[misc]
-            given = [g for g in gradients if g is not None]
+            given = [gradient for gradient, real in zip(gradients, ctx.differentiable, strict=True) if real]
             assert len(given) == len(outputs)
-            return cast("tuple[Tensor, ...]", back(tuple(given)))
+            return cast("tuple[Tensor, ...]", back(tuple(unwrap_if_ended(cast("Tensor", g)) for g in given)))
 
         found = dict(zip(wanted, ctx.call.again(pull), strict=True))
         return (None, *(found.get(i) for i in range(len(tensors))))
 
     @staticmethod
     def jvp(ctx: Any, _call: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        tensors = tuple(map(unwrap_if_ended, ctx.saved_tensors))
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
         def push(fn: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:

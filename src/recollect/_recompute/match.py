@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from recollect._core.errors import MismatchError
-from recollect._core.torch_private.engine import next_sequence, sequence_of
 from recollect._core.units import count_noun, format_bytes
-from recollect._recompute.frame import StopRecomputation, read_meta
+from recollect._recompute.frame import StopRecomputation, observe, read_meta
 from recollect._recompute.oplog import OpLog, compare_logs
 from recollect._recompute.values import Evidence, ValueCheck
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 Check = Literal["metadata", "values", "none"] | ValueCheck
 
 _SHOWN = 5
-_OPERANDS = 16  # no operator saves more tensors than this before its kernel runs
 _WHY = (
     "The function read something that changed in between: a global, a random generator, or the shape of another input."
 )
@@ -66,18 +64,7 @@ class Matcher:
 class Recorder:
     """Receives the saved tensors of one recomputation, through `pack`."""
 
-    __slots__ = (
-        "_count",
-        "_differ",
-        "_evidence",
-        "_frame",
-        "_last",
-        "_leaves",
-        "_made",
-        "_stops",
-        "_unfinished",
-        "log",
-    )
+    __slots__ = ("_count", "_differ", "_evidence", "_frame", "_last", "_leaves", "_made", "_stops", "log")
 
     def __init__(self, frame: Frame, *, last: int, stops_early: bool, leaves: list[Any]) -> None:
         self._frame = frame
@@ -87,49 +74,45 @@ class Recorder:
         self._leaves = leaves
         self._made: Callable[[], int] = int
         self._differ: list[tuple[int, str]] = []
-        # Fresh tensors without gradient, each with the number of the autograd node that is saving it.
-        self._unfinished: list[tuple[int, Tensor]] = []
         values = frame.options.matcher.values
         self._evidence = Evidence(values) if values is not None else None
         self.log = OpLog(frame.name) if frame.log is not None else None
 
-    def pack(self) -> Callable[[Tensor], Tensor]:  # noqa: C901
+    def pack(self) -> Callable[[Tensor], Tensor]:
         """The saved-tensor hook of recomputation: fills the slot of the tensor's number, and stops after the last one.
 
         A closure, written out: it runs per saved tensor and takes 0.9 µs, of which 0.35 for the detach and 0.25 for
         the comparison; as a method with helpers it took 1.5.
         """
-        slots, metas, unfinished, last = self._frame.slots, self._frame.metas, self._unfinished, self._last
+        slots, metas, last = self._frame.slots, self._frame.metas, self._last
         checks, observes = self._frame.options.matcher.metadata, self._evidence is not None or self.log is not None
-        stop_at, look_from, index = last if self._stops else -1, last - _OPERANDS, -1
+        # A logged run goes on to the end, so that the logs can be compared.
+        stop_at, index, constant = last if self._stops and self.log is None else -1, -1, -2
 
-        def pack(tensor: Tensor) -> Tensor:  # noqa: C901
-            nonlocal index
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal index, constant
             index += 1
-            if observes:
-                self._observe(tensor)
             if index > last:
                 return self._beyond(index, tensor)
+            if observes:
+                observe(tensor, self._evidence, self.log)
             try:
                 meta = (tensor.shape, tensor.dtype, tensor.device, tensor._version)  # noqa: SLF001
             except RuntimeError:  # a layout without a shape
                 meta = read_meta(tensor)
             if meta != metas[index] and checks:
                 self._compare(index, meta, tensor)
-            if tensor.requires_grad:
-                if not tensor.is_leaf:
-                    if unfinished and sequence_of(tensor.grad_fn) >= unfinished[-1][0]:
-                        unfinished.clear()
-                    # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
-                    tensor = tensor.detach()
-            elif index > look_from:
-                unfinished.append((next_sequence(), tensor))
+            if not tensor.requires_grad:
+                constant = index
+            elif not tensor.is_leaf:
+                # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
+                tensor = tensor.detach()
             slot = slots[index]()
             if slot is not None:
                 slot.value = tensor
                 slot.version = meta[3]
-            if index == stop_at:
-                self._stop()
+            if index == stop_at and self._may_stop(index, constant, meta):
+                raise StopRecomputation
             return tensor
 
         self._made = lambda: index + 1
@@ -137,33 +120,38 @@ class Recorder:
 
     def _beyond(self, index: int, tensor: Tensor) -> Tensor:
         """A tensor after the last one that is needed."""
-        if self._stops:
+        if self._stops and self.log is None:
             raise StopRecomputation
+        observe(tensor, self._evidence, self.log)
         if index < self._count and self._frame.options.matcher.metadata:
             meta = read_meta(tensor)
             if meta != self._frame.metas[index]:
                 self._compare(index, meta, tensor)
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def _stop(self) -> None:
-        """End the recomputation, at once if the operator that is saving cannot still write into what it saved.
+    def _may_stop(self, last: int, constant: int, meta: Meta) -> bool:
+        """Whether the function may end before the operator that saves its last needed tensor has run.
 
-        Inputs are saved before their kernel runs, and RReLU's kernel fills its saved noise. Only a fresh tensor
-        without gradient can be such: not one that a later node has been built upon, nor an input or a parameter.
-        Where in doubt the function runs on to its next saved tensor or its end.
+        Not if parameters or buffers have changed: the operator may read one, which is seen when it runs. And not if
+        the kernel may still write into the tensor saved just before: RReLU's fills the noise it has saved before its
+        input. Such would be any fresh floating tensor of the last one's kind, never written, without gradient
+        (`constant` is the last of those), and not one the function was given.
+        Then the function runs on to its next saved tensor or its end.
         """
-        modules = self._frame.around.modules
-        for _, tensor in self._unfinished:
-            if not any(tensor is leaf for leaf in self._leaves) and not (modules is not None and modules.holds(tensor)):
-                return
-        raise StopRecomputation
-
-    def _observe(self, tensor: Tensor) -> None:
-        if self._evidence is not None:
-            modules = self._frame.around.modules
-            self._evidence.note(tensor, leave_out=modules is not None and modules.is_copy(tensor))
-        if self.log is not None:
-            self.log.note_saved(tensor)
+        frame = self._frame
+        modules = frame.around.modules
+        if modules is not None and modules.is_watching:
+            return False
+        if constant != last - 1 or constant < 0 or frame.metas[constant] != (*meta[:3], 0):
+            return True
+        slot = frame.slots[constant]()
+        noise = slot.value if slot is not None else None
+        return (
+            noise is None
+            or not noise.is_floating_point()
+            or any(noise is leaf for leaf in self._leaves)
+            or (modules is not None and modules.holds(noise))
+        )
 
     def _compare(self, index: int, meta: Meta, tensor: Tensor) -> None:
         """The metadata differ: note how, if it is more than the version of a tensor that may have another one."""

@@ -4,34 +4,43 @@ A region's function is searched for modules (itself, its owner, closures, partia
 their training flags, parameters and buffers are noted, by identity and version. For recomputation
 
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration;
-* a tensor that has been *changed in place* since (an optimiser step) is an error, never a wrong gradient;
+* a tensor that has been *changed in place* since (an optimiser step) is an error where recomputation reads it;
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
   its value at entry: recomputation reads what forward read, and what it writes is thrown away.
 
-Which buffers a class updates is learned: the first call of a class copies its buffers and looks which ones moved.
+Which buffers a class updates is learned: its first call, in each of training and evaluation mode, copies its buffers
+and looks which ones moved.
 BatchNorm and its kin write without moving the version, so they are listed here. Anything else, Python attributes
 included, can be registered with `register_state`.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from operator import attrgetter, is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.registry import Registration, Registry
+from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.pytree import tree_leaves
 
 _MISSING = object()
-_DEPTH, _DEEPEST = 6, 64
+_DEEPEST = 64  # levels of modules within modules before a cycle is suspected
+_MOST_PARTS = 128
+_INERT = frozenset({type(None), type, ModuleType, BuiltinFunctionType, str, bytes, int, float, bool, torch.dtype})
+_NOT_SEARCHED = ("torch.", "recollect.")
+_KEPT_IN_OBJECTS = (nn.Module, Tensor, list, tuple, dict)
+_LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _declared: Registry[tuple[type, frozenset[str]]] = Registry()
 # Weakly by class, because parametrizations make a class per module; then by training mode.
@@ -79,8 +88,8 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         message = f"register_state expects a subclass of torch.nn.Module, not {module_class!r}"
         raise TypeError(message)
-    if not names:
-        message = f"register_state({module_class.__name__}) needs at least one attribute name"
+    if not names or not all(isinstance(name, str) for name in names):
+        message = f"register_state({module_class.__name__}) needs attribute names, not {names!r}"
         raise ValueError(message)
     return _declared.add((module_class, frozenset(names)))
 
@@ -93,83 +102,84 @@ def _rules_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     return updated, written - updated
 
 
-def find_modules(fn: Callable[..., Any], leaves: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor]]:
+def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor]]:
     """Modules and tensors that a function holds or names, and modules among its arguments; not what they contain."""
+    modules: list[nn.Module] = []
+    tensors: list[Tensor] = []
     if isinstance(fn, nn.Module):
-        modules, tensors = [fn], []
-    else:
-        search = _Search()
-        search.visit(fn, _DEPTH)
-        modules, tensors = search.modules, search.tensors
-    modules.extend(leaf for leaf in leaves if isinstance(leaf, nn.Module))
+        modules.append(fn)
+    elif not _holds_nothing(fn):
+        _search(fn, modules, tensors)
+    if objects:
+        modules.extend(item for item in objects if isinstance(item, nn.Module))
     return modules, tensors
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function's code mentions, functions within it included."""
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *chain.from_iterable(map(_names_in, inner)))))
+def _holds_nothing(fn: Callable[..., Any]) -> bool:
+    """Whether this is a plain function that names no global and closes over nothing: there is nothing to search."""
+    return type(fn) is FunctionType and not (
+        fn.__closure__ or fn.__defaults__ or fn.__dict__ or _globals_of(fn.__code__)
+    )
 
 
-class _Search:
-    """Looks for modules and tensors where Python functions keep what they use."""
-
-    __slots__ = ("_seen", "modules", "tensors")
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.tensors: list[Tensor] = []
-        self._seen: set[int] = set()
-
-    def visit(self, value: Any, depth: int) -> None:
-        """Look into closures, defaults, globals, owners of methods, partials, containers and attributes."""
-        if isinstance(value, nn.Module):
-            self.modules.append(value)
-            return
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return
-        if depth == 0 or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        for part in _parts_of(value):
-            if part is not None:
-                self.visit(part, depth - 1)
+def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor]) -> None:
+    """Look where Python functions keep what they use; about 1 µs per function on the way."""
+    seen = {id(fn)}
+    stack: list[Any] = [fn]
+    while stack:
+        for part in _parts_of(stack.pop()):
+            kind = type(part)
+            if kind in _INERT:
+                continue
+            if kind is not FunctionType and isinstance(part, nn.Module):
+                modules.append(part)
+            elif kind is not FunctionType and isinstance(part, Tensor):
+                tensors.append(part)
+            elif id(part) not in seen and len(seen) < _MOST_PARTS:
+                seen.add(id(part))
+                stack.append(part)
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    match value:
-        case FunctionType():
-            parts: Iterable[Any] = _parts_of_function(value)
-        case MethodType():
-            parts = (value.__self__, value.__func__)
-        case functools.partial():
-            parts = (value.func, *value.args, *value.keywords.values())
-        case list() | tuple() | set():
-            parts = value
-        case dict():
-            parts = value.values()
-        case type() | ModuleType() | BuiltinFunctionType():
-            parts = ()
-        case _:
-            parts = list(getattr(value, "__dict__", {}).values())
-    return parts
+    """What to look at next. Of a plain object's attributes only modules, tensors and containers."""
+    kind = type(value)
+    if kind is FunctionType:
+        return _parts_of_function(value)
+    if kind is MethodType:
+        return (value.__self__, value.__func__)
+    if kind is functools.partial:
+        return (value.func, *value.args, *value.keywords.values())
+    if kind in (list, tuple, set, dict):
+        parts: Iterable[Any] = value.values() if kind is dict else value
+        return parts if len(value) <= _MOST_PARTS else ()
+    attributes = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _KEPT_IN_OBJECTS)]
+    wrapped = getattr(value, "__wrapped__", None)
+    return attributes if wrapped is None else [*attributes, wrapped]
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
-    if function.__module__.partition(".")[0] == "torch":
-        return []
-    parts: list[Any] = list(function.__defaults__ or ())
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a cell not filled yet
-            parts.append(cell.cell_contents)
+    if (function.__module__ or "").startswith(_NOT_SEARCHED):
+        return list(function.__dict__.values()) if function.__dict__ else []
+    parts: list[Any] = []
+    if function.__closure__:
+        for cell in function.__closure__:
+            with suppress(ValueError):  # a cell not filled yet
+                parts.append(cell.cell_contents)
+    if function.__defaults__:
+        parts.extend(function.__defaults__)
+    if function.__dict__:
+        parts.extend(function.__dict__.values())
     known = function.__globals__
-    for name in _names_in(function.__code__):
-        found = known.get(name)
-        if found is not None and not isinstance(found, (type, ModuleType, BuiltinFunctionType)):
-            parts.append(found)
+    parts.extend(known[name] for name in _globals_of(function.__code__) if name in known)
     return parts
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Global names that a function's code reads, functions within it included."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return tuple(dict.fromkeys(chain(own, *map(_globals_of, inner))))
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -197,7 +207,7 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _is_sharded(tensor: Tensor | None) -> bool:
+def _is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
@@ -222,8 +232,12 @@ def _walk(roots: list[nn.Module]) -> list[nn.Module]:
     return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
 
-def _entries(modules: list[nn.Module], table_of: Callable[[nn.Module], Any]) -> list[Tensor | None]:
-    return list(chain.from_iterable(map(dict.values, map(table_of, modules))))
+def _tables(modules: list[nn.Module], table_of: Callable[[nn.Module], Any]) -> list[dict[str, Tensor | None]]:
+    return list(map(dict.copy, map(table_of, modules)))
+
+
+def _values(tables: Iterable[dict[str, Tensor | None]]) -> list[Tensor | None]:
+    return list(chain.from_iterable(map(dict.values, tables)))
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
@@ -234,109 +248,147 @@ def _versions(tensors: list[Tensor]) -> list[int | None]:
 
 
 class ModuleState:
-    """Modules around one execution of a region: noted at entry, `settle`d at exit, `restore`d for recomputation."""
+    """Modules around one execution of a region: noted at entry, `settle`d at exit, `restore`d for recomputation.
 
-    __slots__ = ("_buffers", "_modules", "_parameters", "_state", "_training", "_trial", "_versions", "_watched")
+    Args:
+        roots: the modules; what they contain is found.
+        loose: tensors that the function holds itself; held weakly.
+        exact: restore by value even the state that recomputation only writes, so that it can be compared.
+    """
 
-    def __init__(self, roots: list[nn.Module], loose: list[Tensor]) -> None:
+    __slots__ = (
+        "_buffers",
+        "_loose",
+        "_modules",
+        "_parameters",
+        "_state",
+        "_training",
+        "_trial",
+        "_versions",
+        "_watched",
+        "is_watching",
+    )
+
+    def __init__(self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False) -> None:
         modules = self._modules = _walk(roots)
         self._training = list(map(_training, modules))
-        self._parameters = _entries(modules, _parameters)
-        self._buffers: list[Tensor | None] = _entries(modules, _buffers)
+        self._parameters = _tables(modules, _parameters)
+        self._buffers = _tables(modules, _buffers)
+        self._loose = [(ref(tensor), _version(tensor)) for tensor in loose]
         self._state: list[tuple[nn.Module, str, Any]] = []
-        self._trial: list[tuple[nn.Module, str, Tensor, int | None, Tensor]] = []
-        if self._buffers or _declared.items:
+        self._trial: _Trial | None = None
+        self.is_watching = False  # whether recomputation runs under a watch for changed tensors
+        # What recomputation must find unchanged where it reads it, and the versions that show it. A lazy parameter
+        # may take shape inside the region.
+        self._watched = [t for t in _values(self._parameters) if t is not None and type(t) not in _LAZY]
+        if _declared.items or any(self._buffers):
+            exempt: set[int] = set()
             for module in modules:
-                self._note_state(module)
-        # What must not be changed in place before recomputation, and the versions that show it.
-        self._watched = [tensor for tensor in self._parameters if tensor is not None] + loose
-        if self._buffers:
-            exempt = {id(_get(module, name)) for module, name, _ in self._state}
-            exempt.update(id(trial[2]) for trial in self._trial)
-            self._watched += [t for t in self._buffers if t is not None and id(t) not in exempt]
+                self._note_state(module, exempt, exact=exact)
+            self._watched += [
+                t for t in _values(self._buffers) if t is not None and id(t) not in exempt and type(t) not in _LAZY
+            ]
         self._versions = _versions(self._watched)
 
-    def _note_state(self, module: nn.Module) -> None:
+    def _note_state(self, module: nn.Module, exempt: set[int], *, exact: bool) -> None:
         updated, written = _rules_of(type(module))
         for name in updated:
             self._state.append((module, name, _copy(_get(module, name))))
+            exempt.add(id(_get(module, name)))
         learned = _learned.get(type(module), {}).get(module.training)
         for name, tensor in module._buffers.items():  # noqa: SLF001
             if tensor is None or name in updated:
                 continue
             if name in written and module.training:
-                self._state.append((module, name, _MISSING))
+                self._state.append((module, name, _copy(tensor) if exact else _MISSING))
             elif learned is None:
-                self._trial.append((module, name, tensor, _version(tensor), _copy(tensor)))
+                if self._trial is None:
+                    self._trial = _Trial()
+                self._trial.add(module, name, tensor)
             elif name in learned:
                 self._state.append((module, name, _copy(tensor)))
+            else:
+                continue
+            exempt.add(id(tensor))
 
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
-        for module, name, tensor, version, copied in self._trial:
-            if self._learn(module, name, tensor, version):
+        if any(self._buffers) and _versions(self._watched) != self._versions:
+            self._learn_late()
+        if self._trial is None:
+            return
+        for module, name, tensor, version, copied in self._trial.conclude():
+            if _has_moved(module, name, tensor, version):
                 self._state.append((module, name, copied))
             else:
                 self._watched.append(tensor)
                 self._versions.append(version)
-        if self._buffers and _versions(self._watched) != self._versions:
-            self._learn_late()
-        self._trial = []
-
-    def _learn(self, module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
-        moved = module._buffers.get(name) is not tensor or _version(tensor) != version  # noqa: SLF001
-        known = _learned.setdefault(type(module), {})
-        known[module.training] = known.get(module.training, frozenset()) | ({name} if moved else set())
-        return moved
+        self._trial = None
 
     def _learn_late(self) -> None:
-        """A class updates a buffer that its first call left alone: its value at entry is lost, this once."""
+        """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""
         versions = dict(zip(map(id, self._watched), self._versions, strict=True))
         for module in self._modules:
             for name, tensor in module._buffers.items():  # noqa: SLF001
-                if tensor is not None and id(tensor) in versions:
-                    self._learn(module, name, tensor, versions[id(tensor)])
+                if tensor is not None and _version(tensor) != versions.get(id(tensor), _version(tensor)):
+                    by_mode = _learned.setdefault(type(module), {})
+                    by_mode[module.training] = by_mode.get(module.training, frozenset()) | {name}
+
+    def abandon(self) -> None:
+        """The function has raised: leave no hook behind, learn nothing."""
+        if self._trial is not None:
+            self._trial.end()
+            self._trial = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
-        return any(tensor is noted for noted in self._watched)
-
-    def is_copy(self, tensor: Tensor) -> bool:
-        """During recomputation: whether this tensor stands in for a buffer that the region updates."""
-        return any(_get(module, name) is tensor for module, name, _ in self._state)
+        return any(tensor is noted for noted in self._watched) or any(tensor is weak() for weak, _ in self._loose)
 
     def restore(self, region: str) -> ExitStack | None:
         """Before recomputation: set what forward found; gives what puts it back, None if all stands as it stood.
 
-        Raises:
-            ChangedInputError: a parameter or buffer was changed in place since.
+        Where something was changed in place since, recomputation runs under a watch that raises
+        `ChangedInputError` when it reads it.
         """
-        if _versions(self._watched) != self._versions:
-            self._raise_changed(region)
+        changed = self._changed()
+        self.is_watching = bool(changed)
         modules = self._modules
-        if not self._state and (
+        if not (changed or self._state) and (
             list(map(_training, modules)) == self._training
-            and _same_objects(_entries(modules, _parameters), self._parameters)
-            and _same_objects(_entries(modules, _buffers), self._buffers)
+            and _same_objects(_values(map(_parameters, modules)), _values(self._parameters))
+            and _same_objects(_values(map(_buffers, modules)), _values(self._buffers))
         ):
             return None
         stack = ExitStack()
         try:
             self._put(stack)
+            if changed:
+                stack.enter_context(_ChangedWatch(region, [(tensor, self._name_of(tensor)) for tensor in changed]))
         except BaseException:
             stack.close()
             raise
         return stack
 
+    def _changed(self) -> list[Tensor]:
+        """Tensors that were changed in place since entry."""
+        changed: list[Tensor] = []
+        now = _versions(self._watched)
+        if now != self._versions:
+            changed = [t for t, one, other in zip(self._watched, now, self._versions, strict=True) if one != other]
+        for weak, version in self._loose:
+            tensor = weak()
+            if tensor is not None and _version(tensor) != version:
+                changed.append(tensor)
+        return changed
+
     def _put(self, stack: ExitStack) -> None:
-        noted = iter((*self._parameters, *self._buffers))
-        for table_of in (_parameters, _buffers):
-            for module in self._modules:
+        for tables, table_of in ((self._parameters, _parameters), (self._buffers, _buffers)):
+            for module, noted in zip(self._modules, tables, strict=True):
                 table = table_of(module)
-                for name, now in table.items():
-                    tensor = next(noted, _MISSING)
+                for name, tensor in noted.items():
+                    now = table.get(name, _MISSING)
                     # A sharding engine (FSDP2) swaps plain and sharded parameters around its units: its business.
-                    if now is not tensor and isinstance(tensor, Tensor) and _is_sharded(now) == _is_sharded(tensor):
+                    if now is not tensor and now is not _MISSING and _is_sharded(now) == _is_sharded(tensor):
                         table[name] = tensor
                         stack.callback(_put_back, table, name, tensor, now)
         for module, training in zip(self._modules, self._training, strict=True):
@@ -348,27 +400,93 @@ class ModuleState:
             _set(module, name, _copy(now if value is _MISSING else value))
             stack.callback(_set, module, name, now)
 
-    def _raise_changed(self, region: str) -> None:
-        changed = next(t for t, v in zip(self._watched, self._versions, strict=True) if _version(t) != v)
-        what = f"a tensor of shape {list(changed.shape)} that the function closes over"
-        for kind, table_of in (("parameter", _parameters), ("buffer", _buffers)):
-            for module in self._modules:
-                for name, tensor in table_of(module).items():
+    def _name_of(self, changed: Tensor) -> str:
+        for kind, tables in (("parameter", self._parameters), ("buffer", self._buffers)):
+            for module, table in zip(self._modules, tables, strict=True):
+                for name, tensor in table.items():
                     if tensor is changed:
-                        what = f"{kind} '{name}' of {type(module).__name__}"
-        message = (
-            f"region '{region}': {what} was changed in place between forward and recomputation.\n"
-            "Recomputation would read the new value: an optimiser step or a weight update ran before this backward.\n"
-            "Run backward before the update, or keep this part of the model outside the region. "
-            "For a buffer that the module updates itself, see `recollect.register_state`."
-        )
-        raise ChangedInputError(message)
+                        return f"{kind} '{name}' of {type(module).__name__}"
+        return f"a tensor of shape {list(changed.shape)} that the function closes over"
+
+
+class _Trial:
+    """The first call of a class: copies its buffers, and finds out which modules were called."""
+
+    __slots__ = ("_called", "_entries", "_handles")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[nn.Module, str, Tensor, int | None, Tensor]] = []
+        self._called: set[int] = set()
+        self._handles: dict[int, Any] = {}
+
+    def add(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Put one buffer on trial."""
+        self._entries.append((module, name, tensor, _version(tensor), _copy(tensor)))
+        if id(module) not in self._handles:
+            called = self._called
+            self._handles[id(module)] = module.register_forward_pre_hook(lambda m, _: called.add(id(m)))
+
+    def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
+        """Learn from the modules that were called; gives all entries."""
+        self.end()
+        for module, name, tensor, version, _ in self._entries:
+            if id(module) in self._called:
+                by_mode = _learned.setdefault(type(module), {})
+                moved = {name} if _has_moved(module, name, tensor, version) else set()
+                by_mode[module.training] = by_mode.get(module.training, frozenset()) | moved
+        return self._entries
+
+    def end(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+
+
+def _has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
+    return module._buffers.get(name) is not tensor or _version(tensor) != version  # noqa: SLF001
+
+
+class _ChangedWatch(DispatchMode):
+    """Raises when an operator reads a tensor that was changed in place since forward."""
+
+    def __init__(self, region: str, changed: list[tuple[Tensor, str]]) -> None:
+        super().__init__()
+        self._region = region
+        self._changed = {address: what for tensor, what in changed if (address := _address(tensor))}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator unless it reads what was changed."""
+        for leaf in tree_leaves((args, kwargs)):
+            what = self._changed.get(_address(leaf)) if isinstance(leaf, Tensor) else None
+            if what is not None:
+                message = (
+                    f"region '{self._region}': {what} was changed in place between forward and recomputation, which "
+                    "would read the new value.\n"
+                    "An optimiser step or another update ran before this backward.\n"
+                    "Run backward before the update, or keep this part of the model outside the region. "
+                    "For state that a module updates in its own forward, see `recollect.register_state`."
+                )
+                raise ChangedInputError(message)
+        return func(*args, **(kwargs or {}))
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage of its own
+        return 0
 
 
 def _same_objects(now: list[Any], noted: list[Any]) -> bool:
     return len(now) == len(noted) and all(map(is_, now, noted))
 
 
-def _put_back(table: dict[str, Tensor | None], name: str, ours: Tensor, theirs: Tensor | None) -> None:
+def _put_back(table: dict[str, Any], name: str, ours: Tensor | None, theirs: Any) -> None:
     if table.get(name) is ours:  # else someone has set it meanwhile
         table[name] = theirs

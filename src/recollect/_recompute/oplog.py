@@ -6,7 +6,8 @@ Used to explain a mismatch: it costs some tens of microseconds per operator and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType
@@ -33,7 +34,8 @@ class Place:
     stack: tuple[str, ...]
 
     def __str__(self) -> str:
-        return ", ".join(part for part in (self.module and f"in {self.module}", self.line) if part)
+        """Where, to follow the name of an operator: `` in layers.3.mlp, model.py:41``."""
+        return f"{f' in {self.module}' if self.module else ''}{f', {self.line}' if self.line else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,10 @@ class Entry:
         """What two runs are compared by."""
         return self.op, self.inputs
 
-    def __str__(self) -> str:
-        return f"{self.op}({self.inputs})"
+    @property
+    def name(self) -> str:
+        """The operator without its overload."""
+        return ".".join(self.op.split(".")[:2])
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -78,6 +82,7 @@ class OpLog(DispatchMode):
         self.saved: list[tuple[int, str]] = []
         self._unplaced: list[tuple[int, Tensor]] = []
         self._last_made: list[int] = []
+        self._is_paused = False
 
     def __torch_dispatch__(
         self,
@@ -89,7 +94,7 @@ class OpLog(DispatchMode):
         """Run the operator and log it."""
         kwargs = kwargs or {}
         name = _op_name(func)
-        if name in _IGNORED:
+        if self._is_paused or name in _IGNORED:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         place = self._place()
@@ -118,6 +123,15 @@ class OpLog(DispatchMode):
             self._unplaced.append((len(self.saved), tensor))
             self.saved.append((len(self.entries), "saved before"))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Log nothing inside."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def locate(self, index: int) -> str:
         """Say where saved tensor `index` is made: ``input of aten.mul in layers.3.mlp, model.py:41``."""
         if index >= len(self.saved) or not self.entries:
@@ -126,7 +140,7 @@ class OpLog(DispatchMode):
         if position == len(self.entries):
             position, role = position - 1, "saved after"
         entry = self.entries[position]
-        return f"{role} {entry.op} {entry.place}".rstrip()
+        return f"{role} {entry.name}{entry.place}"
 
     def __exit__(self, *error: Any) -> None:
         """Stop logging and let go of the tensors still waiting for their operator."""
@@ -194,7 +208,8 @@ def compare_logs(forward: OpLog, again: OpLog) -> str:
         lines.append(f"{'':>6} {f'... {rest[0]} more':<{_WIDTH}} ... {rest[1]} more")
     for title, log in (("forward", ours), ("recomputation", theirs)):
         if first < len(log):
-            lines.append(f"{title}, operator {first} came from:")
+            module = log[first].place.module
+            lines.append(f"{title}, operator {first}{f' in {module}' if module else ''}, came from:")
             lines.extend(f"    {line}" for line in log[first].place.stack)
     return "\n".join(lines)
 
@@ -203,5 +218,5 @@ def _cell(log: list[Entry], index: int) -> str:
     if index >= len(log):
         return "-"
     entry = log[index]
-    text = f"{entry}  {entry.place.line}"
+    text = f"{entry.place.line}  {entry.op}({entry.inputs})"
     return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"

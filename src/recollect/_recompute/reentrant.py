@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect._core.pytree import Arguments
 from recollect._core.torch_private.engine import pass_is_partial
 from recollect._recompute.rng import parse_preserve
 from recollect._recompute.surroundings import Surroundings
@@ -45,11 +46,15 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
     >>> len(caught)
     1
     """
+    _warn_if_cut_off(inputs, stacklevel=3)
+
+
+def _warn_if_cut_off(inputs: Iterable[Any], stacklevel: int) -> None:
     if not any(value.requires_grad for value in inputs if isinstance(value, Tensor)):
         warnings.warn(
             "none of the inputs of this reentrant checkpoint requires grad, so nothing inside it gets a gradient; "
             "use use_reentrant=False, which needs no such input",
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
 
 
@@ -59,9 +64,9 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001
         """Run the function without a graph, and keep its inputs."""
-        check_backward_validity(args)
+        _warn_if_cut_off(args, stacklevel=5)  # the caller of `checkpoint`, beyond it and two frames of `apply`
         ctx.run_function = run_function
-        ctx.around = Surroundings("reentrant", run_function, args, parse_preserve(preserve_rng_state))
+        ctx.around = Surroundings("reentrant", run_function, Arguments(args, {}), parse_preserve(preserve_rng_state))
         ctx.inputs = [None if isinstance(value, Tensor) else value for value in args]
         ctx.places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.places))

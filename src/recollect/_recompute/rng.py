@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from recollect._core.pytree import Arguments
 from recollect._recompute.capture import enter_capture
 
 _NAMES = frozenset({"torch", "python", "numpy"})
@@ -180,16 +181,11 @@ def accelerator_started() -> bool:
     return bool(started()) if started is not None else True
 
 
-def _sources_of(leaves: Iterable[Any]) -> list[Source]:
-    """Generators of the devices that these values live on (else of the current one), and those among the values."""
-    sources: list[Source] = []
-    devices: set[torch.device] = set()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if not leaf.is_cpu:
-                devices.add(leaf.device)
-        elif isinstance(leaf, torch.Generator):
-            sources.append(source_of(leaf))
+def _sources_of(arguments: Arguments) -> list[Source]:
+    """Generators of the devices that the tensors live on (else of the current one), and those among the arguments."""
+    sources: list[Source] = [source_of(item) for item in arguments.objects if isinstance(item, torch.Generator)]
+    leaves = arguments.leaves
+    devices = {leaves[index].device for index in arguments.tensors if not leaves[index].is_cpu}
     if not devices:
         found = accelerator()
         if found is not None and accelerator_started():
@@ -225,7 +221,8 @@ def parse_preserve(preserve: bool | Iterable[str]) -> frozenset[str]:  # noqa: F
     """
     if isinstance(preserve, bool):
         return frozenset({"torch"}) if preserve else frozenset()
-    kinds = frozenset() if isinstance(preserve, str) else frozenset(preserve)
+    is_collection = isinstance(preserve, Iterable) and not isinstance(preserve, str)
+    kinds: frozenset[str] = frozenset(preserve) if is_collection else frozenset()
     if not kinds or not kinds <= _NAMES:
         listed = ", ".join(repr(name) for name in sorted(_NAMES))
         message = f"preserve_rng={preserve!r}: expected True, False or a collection of {listed}"
@@ -242,7 +239,7 @@ class RngState:
 
     __slots__ = ("_cpu", "_others", "_starts_accelerator", "around_forward")
 
-    def __init__(self, kinds: frozenset[str], leaves: Iterable[Any]) -> None:
+    def __init__(self, kinds: frozenset[str], arguments: Arguments) -> None:
         self._cpu: Tensor | None = None
         # What the function must run under while a CUDA graph is being captured.
         self.around_forward: Callable[[str], AbstractContextManager[Any]] | None = None
@@ -250,7 +247,7 @@ class RngState:
         self._starts_accelerator = False  # if it does: no device was in use at entry
         if "torch" in kinds:
             self._cpu = _read_cpu()
-            sources = _sources_of(leaves)
+            sources = _sources_of(arguments)
             if sources:
                 try:
                     self._others = [(source, source.read()) for source in sources]
@@ -285,8 +282,10 @@ class RngState:
             )
             raise RuntimeError(message)
         state = self._cpu
-        if state is not None and not _memcmp(state.data_ptr(), _read_cpu().data_ptr(), _CPU_BYTES):
-            self._cpu = None
+        if state is not None:
+            now = _read_cpu()  # named, so that it outlives the comparison of addresses
+            if not _memcmp(state.data_ptr(), now.data_ptr(), _CPU_BYTES):
+                self._cpu = None
         if self._others:
             self._others = [entry for entry in self._others if not entry[0].same(entry[1], entry[0].read())]
         return None if self._cpu is None and not self._others else self

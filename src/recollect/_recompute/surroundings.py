@@ -7,12 +7,13 @@ through `Surroundings.rerun`.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 
+from recollect._core.pytree import Arguments
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
@@ -27,12 +28,20 @@ class Surroundings:
 
     __slots__ = ("_context", "_rng", "ambient", "modules", "region")
 
-    def __init__(self, region: str, fn: Callable[..., Any], leaves: Sequence[Any], preserve: frozenset[str]) -> None:
+    def __init__(
+        self,
+        region: str,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        preserve: frozenset[str],
+        *,
+        exact: bool = False,
+    ) -> None:
         self.region = region
         self.ambient = Ambient()
-        roots, loose = find_modules(fn, leaves)
-        self.modules = ModuleState(roots, loose) if roots or loose else None
-        self._rng = RngState(preserve, leaves) if preserve else None
+        roots, loose = find_modules(fn, arguments.objects)
+        self.modules = ModuleState(roots, loose, exact=exact) if roots or loose else None
+        self._rng = RngState(preserve, arguments) if preserve else None
         self._context = contextvars.copy_context()
 
     @property
@@ -47,11 +56,16 @@ class Surroundings:
         if self.modules is not None:
             self.modules.settle()
 
+    def abandon(self) -> None:
+        """The function has raised: leave nothing behind."""
+        if self.modules is not None:
+            self.modules.abandon()
+
     def rerun(self, body: Callable[..., T], *args: Any) -> T:
         """Call `body` as if it ran at entry, with grad mode on; afterwards everything stands as before.
 
         Raises:
-            ChangedInputError: a parameter or buffer was changed in place since.
+            ChangedInputError: it reads a parameter or buffer that was changed in place since.
         """
         return self._context.copy().run(self._rerun, body, args)
 

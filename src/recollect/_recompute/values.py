@@ -45,7 +45,7 @@ class ValueCheck:
             raise ValueError(message)
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
                 message = f"ValueCheck({name}={value!r}): expected a number of at least 0"
                 raise ValueError(message)
 
@@ -84,13 +84,13 @@ class Evidence:
         self.kept: dict[int, Tensor] = {}
         self.host_bytes = 0
 
-    def note(self, tensor: Tensor, *, leave_out: bool = False) -> None:
+    def note(self, tensor: Tensor) -> None:
         """A tensor is being saved."""
         index = self._count
         self._count += 1
         if tensor.grad_fn is not None and self._waiting and sequence_of(tensor.grad_fn) >= self._waiting[-1][0]:
             self.flush()
-        if index % self._check.every or leave_out or tensor.dtype is torch.uint8:
+        if index % self._check.every or tensor.dtype is torch.uint8:
             return
         if tensor.requires_grad:
             self._keep(index, tensor)

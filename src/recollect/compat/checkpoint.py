@@ -12,7 +12,7 @@ from recollect._core.scope import override
 from recollect._recompute.frame import Options
 from recollect._recompute.match import Matcher
 from recollect._recompute.reentrant import CheckpointFunction
-from recollect._recompute.region import run
+from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -86,7 +86,7 @@ def checkpoint(
         contexts=None if context_fn is noop_context_fn else context_fn,
         explain=debug,
     )
-    return run(name_of(function), options, function, args, kwargs)
+    return Region(name_of(function), function, options).call(args, kwargs)
 
 
 def _parse_check(determinism_check: str) -> Matcher:

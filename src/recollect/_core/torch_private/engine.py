@@ -1,7 +1,7 @@
 """What autograd's engine says about the backward pass that runs on this thread.
 
 Would be replaced by: public functions for the running graph task (its id, whether it keeps the graph, which group
-of backward calls it belongs to, which node runs, what to call when it is done).
+of backward calls it belongs to, whether a node asks, what to call when it is done).
 Run on: torch 2.11, 2.13.
 """
 
@@ -18,8 +18,8 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 pass_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the running pass was started with retain_graph or create_graph. True outside of a pass."""
 
-current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node whose backward runs on this thread, None outside of one."""
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+"""The Python function under which the engine runs on the thread that called backward; on its own threads none is."""
 
 top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
     torch._C._autograd._top_saved_tensors_default_hooks

@@ -38,3 +38,7 @@ def unwrap(tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+unwrap_if_ended: Callable[[Tensor], Tensor] = _functorch.unwrap_if_dead
+"""The tensor without the wrapper of a transform that has ended, which ordinary operators see through anyway."""

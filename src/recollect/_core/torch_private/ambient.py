@@ -1,0 +1,103 @@
+"""State around a call that decides what it computes, read as one value that can be compared and put back.
+
+Torch-function modes (`torch.device` contexts among them), process-wide switches that decide which kernel runs (SDPA
+kernels, default dtype, matmul precision), and the cache of `parametrize.cached()`. Modes are put on the raw stack, not
+entered: they were entered by their owner, who also leaves them. Switches are process-wide in torch, so they are set
+only where they differ, which is rare: a `sdpa_kernel(...)` block around forward that has ended before backward.
+
+Would be replaced by: a public snapshot of torch's global context, a public way to swap the mode stack, a public
+handle on the cache.
+Run on: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+_C = torch._C
+
+function_mode_depth: Callable[[], int] = _C._len_torch_function_stack
+"""How many torch-function modes are active. Costs 50 ns."""
+
+any_autocast_enabled: Callable[[], bool] = _C._is_any_autocast_enabled
+"""Whether autocast is on for any kind of device: one call of 50 ns against 150 for each kind."""
+
+without_function_modes: Callable[[], Any] = _C.DisableTorchFunction
+"""A context in which no torch-function mode sees anything."""
+
+# (read, write) pairs; the C functions cost 40-60 ns each where the public ones cost 150.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+)
+_R0, _R1, _R2, _R3, _R4, _R5 = (read for read, _ in _SWITCHES)
+
+State = tuple[Any, ...]
+"""The cache or None, the modes or None, then the switches."""
+
+
+def read_state() -> State:
+    """The state as it stands. Written out: it runs twice per region, 0.4 µs against 1.3 in parts."""
+    return (
+        (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None,
+        _read_modes() if function_mode_depth() else None,
+        _R0(),
+        _R1(),
+        _R2(),
+        _R3(),
+        _R4(),
+        _R5(),
+    )
+
+
+def put_state(state: State) -> Callable[[], None]:
+    """Put a state in force; gives the function that puts back what was there."""
+    cache = (parametrize._cache_enabled, parametrize._cache)
+    modes = _read_modes()
+    switches = [read() for read, _ in _SWITCHES]
+
+    def put_back() -> None:
+        _put_modes(modes)
+        _put_switches(switches)
+        parametrize._cache_enabled, parametrize._cache = cache
+
+    depth, entries = state[0] or (0, {})
+    parametrize._cache_enabled, parametrize._cache = depth, dict(entries)
+    _put_switches(state[2:])
+    _put_modes(state[1] or ())
+    return put_back
+
+
+def _read_modes() -> tuple[Any, ...]:
+    return tuple(_C._get_function_stack_at(i) for i in range(function_mode_depth()))
+
+
+def _put_modes(modes: tuple[Any, ...]) -> None:
+    for _ in range(function_mode_depth()):
+        _C._pop_torch_function_stack()
+    for mode in modes:
+        _C._push_on_torch_function_stack(mode)
+
+
+def _put_switches(values: Any) -> None:
+    for (read, write), value in zip(_SWITCHES, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+def quietly(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """The same hook, unseen by torch-function modes."""
+
+    def run(tensor: torch.Tensor) -> Any:
+        with without_function_modes():
+            return hook(tensor)
+
+    return run

@@ -1,0 +1,140 @@
+"""A region's arguments, as recomputation will need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from recollect._core.errors import ChangedInputError
+
+if TYPE_CHECKING:
+    from recollect._core.pytree import Arguments
+
+
+class Inputs:
+    """The arguments of one call, cut off from the graph.
+
+    Cut off, so that no gradient and no hook of the recomputation reaches the original graph, and so that an input
+    written in place later, whose history then leads back to this region, is not held by its own history.
+
+    Inside saved-tensor hooks (an enclosing region, `save_on_cpu`) each tensor is given to those hooks, exactly as
+    autograd would give them a saved tensor, and only the answer is held.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_changed",
+        "_constants",
+        "_held",
+        "_originals",
+        "_requires_grad",
+        "_tensors",
+        "_unpack",
+        "_versions",
+    )
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None,
+    ) -> None:
+        self._arguments = arguments
+        held = self._held = list(arguments.leaves)
+        self._tensors = arguments.tensors
+        for index in self._tensors:
+            if held[index].is_inference():  # has no version and cannot be saved: passes like any other value
+                self._tensors = [i for i in arguments.tensors if not held[i].is_inference()]
+                break
+        self._versions = [held[index]._version for index in self._tensors]  # noqa: SLF001
+        self._requires_grad: list[bool] = []
+        self._unpack: Callable[[Any], Tensor] | None = None
+        self._originals: list[Tensor] | None = None
+        self._changed: int | None = None
+        # Tensors without gradient come back as the very same objects, if they are still alive.
+        self._constants: list[tuple[int, ref[Tensor]]] = []
+        if hooks is not None and self._tensors:
+            pack, self._unpack = hooks
+            self._originals = [held[index] for index in self._tensors]
+            self._requires_grad = [tensor.requires_grad for tensor in self._originals]
+            with torch.no_grad():
+                for index in self._tensors:
+                    held[index] = pack(held[index])
+            return
+        cut: dict[int, Tensor] = {}
+        for index in self._tensors:
+            tensor = held[index]
+            requires_grad = tensor.requires_grad
+            if requires_grad and tensor.is_leaf:
+                continue
+            alias = cut.get(id(tensor))
+            if alias is None:
+                alias = cut[id(tensor)] = tensor.detach()
+                if requires_grad:
+                    alias.requires_grad_()
+                else:
+                    self._constants.append((index, ref(tensor)))
+            held[index] = alias
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether enclosing hooks hold the tensors, so that they come back as other objects."""
+        return self._unpack is not None
+
+    def settle(self) -> None:
+        """At exit: see whether the function wrote into tensors that enclosing hooks now hold, and let those go."""
+        if self._originals is not None:
+            self._note_changes()
+            self._originals = None
+
+    def _note_changes(self) -> None:
+        for index, tensor, version in zip(self._tensors, self._originals or (), self._versions, strict=False):
+            if tensor._version != version:  # noqa: SLF001
+                self._changed = index
+
+    def materialise(self, region: str) -> list[Any]:
+        """Leaves to call the function with again.
+
+        Raises:
+            ChangedInputError: a tensor was changed in place since the region was entered.
+        """
+        held, unpack_input = self._held, self._unpack
+        if unpack_input is None:
+            for index, version in zip(self._tensors, self._versions, strict=True):
+                if held[index]._version != version:  # noqa: SLF001
+                    raise ChangedInputError(self._describe_change(region, index))
+            if not self._constants:
+                return held
+            leaves = list(held)
+            for index, original in self._constants:
+                tensor = original()
+                if tensor is not None and not tensor.requires_grad:
+                    leaves[index] = tensor
+            return leaves
+        self._note_changes()
+        if self._changed is not None:
+            raise ChangedInputError(self._describe_change(region, self._changed))
+        leaves = list(held)
+        for index, requires_grad in zip(self._tensors, self._requires_grad, strict=True):
+            tensor = unpack_input(held[index])
+            if requires_grad and not (tensor.is_leaf and tensor.requires_grad):
+                tensor = tensor.detach().requires_grad_()
+            leaves[index] = tensor
+        return leaves
+
+    def _describe_change(self, region: str, index: int) -> str:
+        return (
+            f"region '{region}': {self._arguments.describe(index)} was changed in place after the region was "
+            "entered.\n"
+            "Recomputation would read the new value. Either the function writes into its own input, or something did "
+            "between forward and backward.\n"
+            "Use the out-of-place form of that operation, or pass a clone."
+        )
+
+    def call(self, fn: Callable[..., Any], leaves: list[Any]) -> Any:
+        """Call the function with these leaves."""
+        args, kwargs = self._arguments.rebuild(leaves)
+        return fn(*args, **kwargs) if kwargs else fn(*args)

@@ -1,0 +1,372 @@
+"""Recomputation finds modules as forward found them, and what it does to them is forgotten."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import recollect
+from recollect._recompute.modules import find_modules
+from tests.watching import backward
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def assert_step_is_plain(make: Callable[[], nn.Module], x: Tensor, *, forwards: int = 1, steps: int = 1) -> None:
+    """Steps with and without the region leave the same gradients and buffers."""
+    results = []
+    for wrap in (lambda module: module, recollect.checkpoint):
+        torch.manual_seed(0)
+        module = make()
+        region = wrap(module)
+        for _ in range(steps):
+            backward(torch.stack([region(x * n).sum() for n in range(1, forwards + 1)]).sum())
+        results.append((gradients(module), list(buffers(module).values())))
+    (plain, plain_buffers), (ours, our_buffers) = results
+    assert len(plain) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain_buffers, our_buffers, strict=True))
+
+
+# Buffers that a module updates
+
+Norm = Callable[[], nn.Module]
+NORMS: dict[str, tuple[Norm, tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (4, 3)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (2, 3, 2, 2)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(3), (2, 3, 2, 2, 2)),
+    "cumulative": (lambda: nn.BatchNorm1d(3, momentum=None), (4, 3)),
+    "LazyBatchNorm1d": (nn.LazyBatchNorm1d, (4, 3)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (2, 3, 4)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (2, 3, 2, 2)),
+    "InstanceNorm3d": (lambda: nn.InstanceNorm3d(3, affine=True, track_running_stats=True), (2, 3, 2, 2, 2)),
+    "LazyInstanceNorm1d": (lambda: nn.LazyInstanceNorm1d(affine=True, track_running_stats=True), (2, 3, 4)),
+    "spectral_norm hook": (lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), (4, 3)),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 3)), (4, 3)),
+}
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
+def test_buffers_are_updated_once_per_forward(make: Norm, shape: tuple[int, ...], forwards: int) -> None:
+    assert_step_is_plain(lambda: nn.Sequential(make(), nn.Tanh()), torch.randn(shape), forwards=forwards, steps=2)
+
+
+class Momentum(nn.Module):
+    """Updates a buffer of its own, in place or by another object, and reads it."""
+
+    target: Tensor
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("target", torch.zeros(3))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.in_place:
+                self.target.mul_(0.9).add_(x.mean(0))
+            else:
+                self.target = self.target * 0.9 + x.mean(0)
+        return (x * self.weight * self.target.clone()).exp()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_of_an_unknown_module_are_learned(in_place: bool, steps: int) -> None:
+    class Fresh(Momentum):
+        """A class that no region has met yet."""
+
+    assert_step_is_plain(lambda: Fresh(in_place=in_place), torch.randn(4, 3), forwards=2, steps=steps)
+
+
+def test_a_buffer_that_is_updated_only_later_is_never_silently_wrong() -> None:
+    class Late(Momentum):
+        active = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.active else (x * self.weight).exp()
+
+    module, x = Late(in_place=True), torch.randn(4, 3)
+    backward(recollect.checkpoint(module)(x).sum())
+    module.active = True
+    refused = 0
+    for _ in range(2):
+        twin = Late(in_place=True)
+        twin.load_state_dict(module.state_dict())
+        twin.active = True
+        backward(twin(x).sum())
+        module.zero_grad()
+        try:
+            backward(recollect.checkpoint(module)(x).sum())
+        except recollect.ChangedInputError:
+            refused += 1
+            continue
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module), gradients(twin), strict=True))
+    assert refused <= 1
+
+
+def test_a_buffer_made_by_forward_does_not_disturb_the_others() -> None:
+    class Cached(nn.Module):
+        """Makes a table when it is first called, as rotary embeddings do."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.full((3,), 2.0))
+            return (x * cast("Tensor", self.table)).sin()
+
+    class Offset(nn.Module):
+        offset: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("offset", torch.full((3,), 7.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.offset * self.weight).cos()
+
+    assert_step_is_plain(lambda: nn.Sequential(Cached(), Offset(), Cached()), torch.randn(4, 3), forwards=2, steps=2)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(2))])
+def test_lazy_modules_may_take_shape_inside_a_region(make: Callable[[], nn.Module]) -> None:
+    assert_step_is_plain(lambda: nn.Sequential(make(), nn.Tanh()), torch.randn(4, 3))
+
+
+def test_a_parametrization_added_after_forward_does_not_change_recomputation() -> None:
+    class Double(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w * 2
+
+    block, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(block(x).exp().sum(), x)
+    loss = recollect.checkpoint(lambda x: block(x).exp())(x).sum()
+    parametrize.register_parametrization(block[0], "weight", Double())
+    try:
+        backward(loss)
+    except recollect.RecollectError:
+        return  # an error is as good as the right gradient
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+# Flags and parameters that change in between
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_flipped_training_flag_gives_the_gradient_of_forward(train: bool) -> None:
+    block, x = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(5, 4)
+    block.train(train)
+    backward(block(x).exp().sum())
+    expected = gradients(block)
+    block.zero_grad()
+    block[0].reset_running_stats()  # type: ignore[operator]
+    loss = recollect.checkpoint(lambda x: block(x).exp())(x).sum()
+    block.train(not train)
+    backward(loss)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(block), expected, strict=True))
+    assert all(module.training is not train for module in block.modules())
+
+
+def test_a_replaced_parameter_is_put_back_for_recomputation_only() -> None:
+    block, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    old = block[0].weight
+    backward(block(x).exp().sum())
+    expected = gradients(block)
+    block.zero_grad()
+    loss = recollect.checkpoint(lambda x: block(x).exp())(x).sum()
+    new = block[0].weight = nn.Parameter(torch.zeros(3, 3))
+    backward(loss)
+    assert block[0].weight is new
+    assert new.grad is None
+    assert isinstance(old, Tensor)
+    assert old.grad is not None
+    assert torch.equal(old.grad, expected[0])
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_functional_call_is_recomputed_with_its_own_parameters(where: str) -> None:
+    block, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    given: dict[str, Tensor] = {name: torch.randn_like(p).requires_grad_() for name, p in block.named_parameters()}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor, *, forget: bool) -> Any:
+            return (recollect.checkpoint(self.block) if forget else self.block)(x)
+
+    def run(*, forget: bool) -> Tensor:
+        result: Tensor
+        if where == "around":
+            prefixed = {f"block.{name}": tensor for name, tensor in given.items()}
+            result = torch.func.functional_call(Outer(), prefixed, (x,), {"forget": forget})
+            return result
+        call = functools.partial(torch.func.functional_call, block)
+        result = (recollect.checkpoint(call) if forget else call)(given, (x,))
+        return result
+
+    wanted = list(given.values())
+    expected = torch.autograd.grad(run(forget=False).sum(), wanted)
+    got = torch.autograd.grad(run(forget=True).sum(), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_an_optimiser_step_between_forward_and_backward_is_refused() -> None:
+    block, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    optimiser = torch.optim.SGD(block.parameters(), lr=0.1)
+    region = recollect.checkpoint(block)
+    first, second = region(x).sum(), region(x).sum()
+    backward(first)
+    optimiser.step()
+    with pytest.raises(recollect.ChangedInputError, match="of Linear was changed in place"):
+        backward(second)
+
+
+class Gate(nn.Module):
+    """Multiplies by a parameter and a buffer, the buffer last."""
+
+    gate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("gate", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).exp() * self.gate
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("name", ["weight", "gate"])
+def test_a_changed_tensor_that_is_read_last_is_refused(name: str, early_stop: bool) -> None:
+    module, x = Gate(), torch.ones(2, 3)
+    loss = recollect.checkpoint(module, early_stop=early_stop)(x).sum()
+    with torch.no_grad():
+        getattr(module, name).add_(1)
+    with pytest.raises(recollect.CheckpointError, match="changed in place"):
+        backward(loss)
+
+
+def test_an_unrelated_change_is_not_refused() -> None:
+    block, other, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3)
+    loss = recollect.checkpoint(lambda x: block(x).exp())(x).sum()
+    with torch.no_grad():
+        other.weight.add_(1)
+    backward(loss)
+    assert block.weight.grad is not None
+
+
+# State of the user's own
+
+
+class Diary(nn.Module):
+    """Counts and lists its calls in Python attributes."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+        self.by_name: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.means.append(float(x.detach().mean()))
+        self.by_name["x"] = self.by_name.get("x", 0) + 1
+        return (x * self.calls).exp()
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_registered_state_changes_once_until_the_registration_is_removed(inherited: bool) -> None:
+    class Heir(Diary):
+        pass
+
+    module, x = (Heir if inherited else Diary)(), torch.ones(2, requires_grad=True)
+    means, by_name = module.means, module.by_name
+    with recollect.register_state(Diary, "calls", "means", "by_name"):
+        for step in (1, 2):
+            y = recollect.checkpoint(module)(x)
+            x.grad = None
+            backward(y.sum())
+            assert (module.calls, len(module.means), module.by_name) == (step, step, {"x": step})
+            assert x.grad is not None
+            assert torch.equal(x.grad, step * y)
+        assert (module.means, module.by_name) == (means, by_name)
+        assert module.means is means
+    backward(recollect.checkpoint(module)(x).sum())
+    assert module.calls == 4
+
+
+# Where modules are looked for
+
+GLOBAL = nn.Linear(1, 1)
+HELD = [nn.Linear(1, 1)]
+
+
+class Owner:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def method(self, x: Tensor) -> Any:
+        return self.module(x)
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+def ways_to_hold(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    def default(x: Tensor, module: nn.Module = module) -> Any:
+        return module(x)
+
+    def inner(x: Tensor) -> Any:
+        return module(x)
+
+    listed, named = [module], {"m": module}
+    return {
+        "itself": module,
+        "its forward": module.forward,
+        "closure": lambda x: module(x),
+        "closure of a closure": lambda x: inner(x),
+        "default": default,
+        "partial": functools.partial(lambda m, x: m(x), module),
+        "keyword of a partial": functools.partial(lambda x, m: m(x), m=module),
+        "owner of a method": Owner(module).method,
+        "callable object": Owner(module),
+        "list in a closure": lambda x: listed[0](x),
+        "dict in a closure": lambda x: named["m"](x),
+        "another region": recollect.checkpoint(inner),
+    }
+
+
+@pytest.mark.parametrize("way", ways_to_hold(GLOBAL))
+def test_modules_are_found_where_functions_hold_them(way: str) -> None:
+    module = nn.Linear(1, 1)
+    modules, _ = find_modules(ways_to_hold(module)[way], ())
+    assert any(found is module for found in modules)
+
+
+def test_modules_are_found_in_globals_and_arguments() -> None:
+    argument = nn.Linear(1, 1)
+    modules, _ = find_modules(lambda x: HELD[0](GLOBAL(x)), (argument,))
+    assert {id(module) for module in modules} >= {id(GLOBAL), id(HELD[0]), id(argument)}
+
+
+def test_a_search_that_meets_itself_ends() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    modules, tensors = find_modules(lambda: loop, ())
+    assert (modules, tensors) == ([], [])

@@ -1,0 +1,208 @@
+"""Generators are read once per boundary, restored only where a region drew, and put back afterwards."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import recollect
+from recollect import compat
+from recollect._recompute import rng
+from tests.watching import Counted, backward
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def noisy(x: Tensor) -> Tensor:
+    """Of ones, gives the numbers it draws, which are its gradient too."""
+    return x * torch.rand(3)
+
+
+class Traffic:
+    """How often generators are read and written."""
+
+    def __init__(self) -> None:
+        self.cpu_reads = self.writes = 0
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    counts = Traffic()
+    read_cpu, write = rng._read_cpu, rng._StateSource.write
+
+    def counted_read() -> Tensor:
+        counts.cpu_reads += 1
+        return read_cpu()
+
+    def counted_write(self: Any, state: Tensor) -> None:
+        counts.writes += 1
+        write(self, state)
+
+    monkeypatch.setattr(rng, "_read_cpu", counted_read)
+    monkeypatch.setattr(rng._StateSource, "write", counted_write)
+    return counts
+
+
+def test_each_boundary_reads_the_cpu_generator_once(traffic: Traffic, x: Tensor) -> None:
+    loss = recollect.checkpoint(noisy)(x).sum()
+    assert traffic.cpu_reads == 2
+    backward(loss)
+    assert traffic.cpu_reads == 2
+
+
+def test_a_region_that_drew_nothing_restores_nothing(traffic: Traffic, x: Tensor) -> None:
+    loss = recollect.checkpoint(lambda x: x.exp().sin())(x).sum()
+    torch.rand(1)
+    backward(loss)
+    assert traffic.writes == 0
+
+
+def test_a_region_that_drew_sets_its_state_and_puts_the_other_back(traffic: Traffic, x: Tensor) -> None:
+    loss = recollect.checkpoint(noisy)(x).sum()
+    backward(loss, keep=True)
+    backward(loss)
+    assert traffic.writes == 4
+
+
+def test_without_preservation_no_generator_is_touched(traffic: Traffic, x: Tensor) -> None:
+    y = recollect.checkpoint(noisy, preserve_rng=False)(x)
+    backward(y.sum())
+    assert (traffic.cpu_reads, traffic.writes) == (0, 0)
+    assert x.grad is not None
+    assert not torch.equal(x.grad, y)
+
+
+def test_an_unused_generator_is_not_written(traffic: Traffic, x: Tensor) -> None:
+    used, unused = torch.Generator(), torch.Generator()
+    region = recollect.checkpoint(lambda x, a, b: (x * torch.rand(3, generator=a)).exp())
+    backward(region(x, used, b=unused).sum())
+    assert traffic.writes == 2
+
+
+# The numbers themselves, for each kind of generator
+
+DRAWS: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
+    "torch": (lambda: float(torch.rand(())), torch.get_rng_state),
+    "python": (random.random, random.getstate),
+    "numpy": (np.random.random, lambda: np.random.get_state()[2]),  # type: ignore[index]
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def drawn_twice(kind: str, preserve: Any, x: Tensor) -> tuple[float, float, bool]:
+    """What forward and recomputation draw, and whether the generator stands after backward as before."""
+    draw, state = DRAWS[kind]
+    drawn: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        drawn.append(draw())
+        return x.exp().sin()
+
+    loss = recollect.checkpoint(fn, preserve_rng=preserve)(x).sum()
+    draw()
+    before = state()
+    backward(loss)
+    after = state()
+    same = torch.equal(before, after) if isinstance(before, Tensor) else before == after
+    return drawn[0], drawn[1], same
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_numbers_are_drawn_again_on_request(kind: str, x: Tensor) -> None:
+    forward, again, stands = drawn_twice(kind, [kind], x)
+    assert forward == again
+    assert stands
+
+
+@pytest.mark.parametrize(("kind", "preserve"), [("torch", False), ("python", True), ("numpy", {"torch", "python"})])
+def test_numbers_of_other_generators_go_on(kind: str, preserve: Any, x: Tensor) -> None:
+    forward, again, stands = drawn_twice(kind, preserve, x)
+    assert forward != again
+    assert not stands
+
+
+@pytest.mark.parametrize("place", ["positional", "keyword", "nested"])
+def test_generators_among_the_arguments_are_restored_and_put_back(place: str, x: Tensor) -> None:
+    generator = torch.Generator().manual_seed(1)
+    drawn = []
+
+    def fn(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
+        drawn.append(torch.rand(3, generator=found))
+        return (x * drawn[-1]).exp()
+
+    region = recollect.checkpoint(fn)
+    y = {
+        "positional": lambda: region(x, generator),
+        "keyword": lambda: region(x, generator=generator),
+        "nested": lambda: region(x, options={"rng": [generator]}),
+    }[place]()
+    torch.rand(3, generator=generator)
+    before = generator.get_state()
+    backward(y.sum())
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_two_regions_draw_their_own_numbers_whatever_the_order_of_backward(x: Tensor) -> None:
+    region = recollect.checkpoint(noisy)
+    first, second = region(x), region(x)
+    for y in (first, second):
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(gradient, y)
+
+
+def test_reseeding_between_forward_and_backward_changes_nothing(x: Tensor) -> None:
+    y = recollect.checkpoint(noisy)(x)
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    backward(y.sum())
+    assert x.grad is not None
+    assert torch.equal(x.grad, y)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_region_that_reseeds_is_recomputed_alike(x: Tensor) -> None:
+    def fn(x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return (x * torch.rand(3)).exp()
+
+    backward(recollect.checkpoint(fn)(x).sum())
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_compat_takes_preserve_rng_state(x: Tensor, use_reentrant: bool, preserve: bool) -> None:
+    fn = Counted(noisy)
+    y = compat.checkpoint(fn, x, use_reentrant=use_reentrant, preserve_rng_state=preserve)
+    backward(y.sum())
+    assert fn.calls == 2
+    assert x.grad is not None
+    assert torch.equal(x.grad, y) is preserve
+
+
+def test_no_accelerator_is_started_by_a_region(x: Tensor) -> None:
+    before = rng.accelerator_started()
+    backward(recollect.checkpoint(noisy)(x).sum())
+    assert rng.accelerator_started() is before
+
+
+def test_devices_without_a_generator_are_passed_over() -> None:
+    assert rng.source_of_device(torch.device("meta")) is None
+    x = torch.ones(3, device="meta", requires_grad=True)
+    backward(recollect.checkpoint(lambda x: x.exp().sin())(x).sum())
+    assert x.grad is not None
