@@ -484,7 +484,7 @@ def unpack(slot: Slot) -> Tensor:
     """Saved-tensor hook of backward: give the slot's tensor, recomputing its region if need be."""
     value = slot.value
     if value is None or value._version != slot.version:  # noqa: SLF001
-        return slot.frame.fetch(slot)
+        value = slot.frame.fetch(slot)
     caller = _getframe().f_back
     if caller is None or caller.f_code is ENGINE_CODE:
         slot.value = None
