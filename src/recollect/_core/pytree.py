@@ -31,23 +31,24 @@ class Arguments:
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._spec: Spec | None = None
-        self.leaves: list[Any] = [*args, *kwargs.values()]
-        if self._sort():
-            self.leaves, self._spec = flatten(self.leaves)
-            self._sort()
-
-    def _sort(self) -> bool:
-        """Sort the leaves by kind; True if one of them is a container, so that they are not leaves yet."""
-        self.tensors: list[int] = []
-        self.objects: list[Any] = []
-        for index, leaf in enumerate(self.leaves):
+        leaves = self.leaves = [*args, *kwargs.values()]
+        tensors: list[int] = []
+        objects: list[Any] = []
+        index = 0
+        while index < len(leaves):
+            leaf = leaves[index]
             if isinstance(leaf, Tensor):
-                self.tensors.append(index)
+                tensors.append(index)
             elif (kind := type(leaf)) not in _VALUES:
-                if self._spec is None and is_container(kind):
-                    return True
-                self.objects.append(leaf)
-        return False
+                if self._spec is None and is_container(kind):  # none of these are leaves yet: start again
+                    leaves, self._spec = flatten(leaves)
+                    self.leaves, index = leaves, 0
+                    tensors.clear()
+                    objects.clear()
+                    continue
+                objects.append(leaf)
+            index += 1
+        self.tensors, self.objects = tensors, objects
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Give args and kwargs with these leaves; containers are made anew each time."""

@@ -106,11 +106,6 @@ class Ambient:
         captures = _registered.items
         self._makers = [maker for capture in captures if (maker := capture()) is not None] if captures else None
 
-    @property
-    def has_modes(self) -> bool:
-        """Whether a torch-function mode was active."""
-        return self._state[1] is not None
-
     def restore(self) -> ExitStack | None:
         """Set what stands otherwise now; gives what puts it back, None if nothing had to be set."""
         autocast = _read_autocast() if any_autocast_enabled() else None

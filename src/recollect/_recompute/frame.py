@@ -453,7 +453,7 @@ class Frame:
         """Call the function under these hooks; it may be stopped."""
         assert self.inputs is not None
         assert self.fn is not None
-        push_hooks(quietly(pack) if self.around.ambient.has_modes else pack, _same)
+        push_hooks(quietly(pack) if function_mode_depth() else pack, _same)
         try:
             if self.recompute_context is None and log is None:
                 self.inputs.call(self.fn, leaves)

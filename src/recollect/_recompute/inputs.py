@@ -45,11 +45,11 @@ class Inputs:
         self._arguments = arguments
         held = self._held = list(arguments.leaves)
         self._tensors = arguments.tensors
-        for index in self._tensors:
-            if held[index].is_inference():  # has no version and cannot be saved: passes like any other value
-                self._tensors = [i for i in arguments.tensors if not held[i].is_inference()]
-                break
-        self._versions = [held[index]._version for index in self._tensors]  # noqa: SLF001
+        try:
+            self._versions = [held[index]._version for index in self._tensors]  # noqa: SLF001
+        except RuntimeError:  # an inference tensor has no version and cannot be saved: it passes like any other value
+            self._tensors = [index for index in arguments.tensors if not held[index].is_inference()]
+            self._versions = [held[index]._version for index in self._tensors]  # noqa: SLF001
         self._requires_grad: list[bool] = []
         self._unpack: Callable[[Any], Tensor] | None = None
         self._originals: list[Tensor] | None = None

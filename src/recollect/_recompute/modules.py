@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, islice
+from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -211,33 +211,34 @@ def _is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-_children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
-_training, _version_of = attrgetter("training"), attrgetter("_version")
+_children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
+_training, _version_of = itemgetter("training"), attrgetter("_version")
+
+Attributes = dict[str, Any]
 
 
-def _walk(roots: list[nn.Module]) -> list[nn.Module]:
-    """Modules and all they contain, level by level. A shared module may come twice; a cycle ends at torch's own walk.
+def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Attributes]]:
+    """Modules and all they contain, level by level, and their instance dictionaries.
 
-    Whole levels at a time: the loops run in C, 1 µs for a transformer block against 4 module by module.
+    A shared module may come twice; a cycle ends at torch's own walk. Whole levels at a time, so that the loops run
+    in C: 2 µs for a transformer block, against 5 module by module.
     """
-    found = list(roots)
+    modules: list[nn.Module] = []
+    attributes: list[Attributes] = []
     level = roots
     for _ in range(_DEEPEST):
-        level = list(chain.from_iterable(map(dict.values, map(_children, level))))
-        if None in level:
-            level = [module for module in level if module is not None]
+        modules += level
+        found = list(map(vars, level))
+        attributes += found
+        level = [child for table in map(_children, found) if table for child in table.values() if child is not None]
         if not level:
-            return found
-        found += level
-    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+            return modules, attributes
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    return modules, list(map(vars, modules))
 
 
-def _tables(modules: list[nn.Module], table_of: Callable[[nn.Module], Any]) -> list[dict[str, Tensor | None]]:
-    return list(map(dict.copy, map(table_of, modules)))
-
-
-def _values(tables: Iterable[dict[str, Tensor | None]]) -> list[Tensor | None]:
-    return list(chain.from_iterable(map(dict.values, tables)))
+def _values(attributes: list[Attributes], table_of: Callable[[Attributes], Any]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, map(table_of, attributes))))
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
@@ -257,7 +258,9 @@ class ModuleState:
     """
 
     __slots__ = (
+        "_attributes",
         "_buffers",
+        "_counts",
         "_loose",
         "_modules",
         "_parameters",
@@ -270,23 +273,25 @@ class ModuleState:
     )
 
     def __init__(self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False) -> None:
-        modules = self._modules = _walk(roots)
-        self._training = list(map(_training, modules))
-        self._parameters = _tables(modules, _parameters)
-        self._buffers = _tables(modules, _buffers)
+        modules, attributes = self._modules, self._attributes = _walk(roots)
+        self._training = list(map(_training, attributes))
+        self._parameters: list[Tensor | None] = _values(attributes, _parameters)
+        self._buffers: list[Tensor | None] = _values(attributes, _buffers)
+        # How many of those each module has: what it adds later, it adds behind them.
+        self._counts = [list(map(len, map(table_of, attributes))) for table_of in (_parameters, _buffers)]
         self._loose = [(ref(tensor), _version(tensor)) for tensor in loose]
         self._state: list[tuple[nn.Module, str, Any]] = []
         self._trial: _Trial | None = None
         self.is_watching = False  # whether recomputation runs under a watch for changed tensors
         # What recomputation must find unchanged where it reads it, and the versions that show it. A lazy parameter
         # may take shape inside the region.
-        self._watched = [t for t in _values(self._parameters) if t is not None and type(t) not in _LAZY]
-        if _declared.items or any(self._buffers):
+        self._watched = [t for t in self._parameters if t is not None and type(t) not in _LAZY]
+        if self._buffers or _declared.items:
             exempt: set[int] = set()
             for module in modules:
                 self._note_state(module, exempt, exact=exact)
             self._watched += [
-                t for t in _values(self._buffers) if t is not None and id(t) not in exempt and type(t) not in _LAZY
+                t for t in self._buffers if t is not None and id(t) not in exempt and type(t) not in _LAZY
             ]
         self._versions = _versions(self._watched)
 
@@ -313,7 +318,7 @@ class ModuleState:
 
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
-        if any(self._buffers) and _versions(self._watched) != self._versions:
+        if self._buffers and _versions(self._watched) != self._versions:
             self._learn_late()
         if self._trial is None:
             return
@@ -352,11 +357,11 @@ class ModuleState:
         """
         changed = self._changed()
         self.is_watching = bool(changed)
-        modules = self._modules
+        attributes = self._attributes
         if not (changed or self._state) and (
-            list(map(_training, modules)) == self._training
-            and _same_objects(_values(map(_parameters, modules)), _values(self._parameters))
-            and _same_objects(_values(map(_buffers, modules)), _values(self._buffers))
+            list(map(_training, attributes)) == self._training
+            and _same_objects(_values(attributes, _parameters), self._parameters)
+            and _same_objects(_values(attributes, _buffers), self._buffers)
         ):
             return None
         stack = ExitStack()
@@ -381,14 +386,17 @@ class ModuleState:
                 changed.append(tensor)
         return changed
 
+    def _noted(self) -> Iterator[tuple[Iterator[Tensor | None], list[int], Callable[[Attributes], Any]]]:
+        yield iter(self._parameters), self._counts[0], _parameters
+        yield iter(self._buffers), self._counts[1], _buffers
+
     def _put(self, stack: ExitStack) -> None:
-        for tables, table_of in ((self._parameters, _parameters), (self._buffers, _buffers)):
-            for module, noted in zip(self._modules, tables, strict=True):
-                table = table_of(module)
-                for name, tensor in noted.items():
-                    now = table.get(name, _MISSING)
+        for noted, counts, table_of in self._noted():
+            for count, table in zip(counts, map(table_of, self._attributes), strict=True):
+                for name, tensor in list(zip(table, islice(noted, count), strict=False)):
+                    now = table[name]
                     # A sharding engine (FSDP2) swaps plain and sharded parameters around its units: its business.
-                    if now is not tensor and now is not _MISSING and _is_sharded(now) == _is_sharded(tensor):
+                    if now is not tensor and _is_sharded(now) == _is_sharded(tensor):
                         table[name] = tensor
                         stack.callback(_put_back, table, name, tensor, now)
         for module, training in zip(self._modules, self._training, strict=True):
@@ -401,8 +409,8 @@ class ModuleState:
             stack.callback(_set, module, name, now)
 
     def _name_of(self, changed: Tensor) -> str:
-        for kind, tables in (("parameter", self._parameters), ("buffer", self._buffers)):
-            for module, table in zip(self._modules, tables, strict=True):
+        for kind, table_of in (("parameter", _parameters), ("buffer", _buffers)):
+            for module, table in zip(self._modules, map(table_of, self._attributes), strict=True):
                 for name, tensor in table.items():
                     if tensor is changed:
                         return f"{kind} '{name}' of {type(module).__name__}"

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Surroundings:
     """What was around one execution of a region: made at entry, `settle`d at exit."""
 
-    __slots__ = ("_context", "_rng", "ambient", "modules", "region")
+    __slots__ = ("_ambient", "_context", "_rng", "around_forward", "modules", "region")
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class Surroundings:
         exact: bool = False,
     ) -> None:
         self.region = region
-        self.ambient = Ambient()
+        self._ambient = Ambient()
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact) if roots or loose else None
-        self._rng = RngState(preserve, arguments) if preserve else None
+        self._rng: RngState | None = None
+        # What forward must run under, if anything; called with the region's name.
+        self.around_forward: Callable[[str], AbstractContextManager[Any]] | None = None
+        if preserve:
+            rng = self._rng = RngState(preserve, arguments)
+            self.around_forward = rng.around_forward
         self._context = contextvars.copy_context()
-
-    @property
-    def around_forward(self) -> Callable[[str], AbstractContextManager[Any]] | None:
-        """What forward must run under, if anything; called with the region's name."""
-        return None if self._rng is None else self._rng.around_forward
 
     def settle(self) -> None:
         """At exit: let go of what the function turned out not to need."""
@@ -79,7 +79,7 @@ class Surroundings:
             if self._rng is not None:
                 states = self._rng.restore()
             set_grad_enabled(True)
-            ambient = self.ambient.restore()
+            ambient = self._ambient.restore()
             return body(*args)
         finally:
             if ambient is not None:
