@@ -1,7 +1,8 @@
 """Regions under CUDA-graph capture: right without random numbers, with them through `graph_rng`, else refused."""
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -149,6 +150,18 @@ def test_graph_rng_says_when_it_has_too_few_regions() -> None:
         captured(step, regions=1)
 
 
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """An error for every wait on the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 def test_a_region_on_a_device_restores_by_seed_and_offset_without_waiting_for_it() -> None:
     step, plain = Step(0.5), Step(0.5, checkpoint=False)
@@ -156,11 +169,8 @@ def test_a_region_on_a_device_restores_by_seed_and_offset_without_waiting_for_it
     for one in (step, plain):
         torch.manual_seed(3)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refusing_to_wait():
             one()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         found.append((one.gradients(), torch.cuda.get_rng_state(), torch.get_rng_state()))
     (ours, device, host), (theirs, plain_device, plain_host) = found
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

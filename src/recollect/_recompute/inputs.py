@@ -61,8 +61,10 @@ class Inputs:
             self._originals = [held[index] for index in self._tensors]
             self._requires_grad = [tensor.requires_grad for tensor in self._originals]
             with torch.no_grad():
-                for index in self._tensors:
-                    held[index] = pack(held[index])
+                for index, tensor in zip(self._tensors, self._originals, strict=True):
+                    packed = pack(tensor)
+                    is_writable = packed is tensor and not tensor.requires_grad
+                    held[index] = tensor.detach() if is_writable else packed
             return
         cut: dict[int, Tensor] = {}
         for index in self._tensors:

@@ -186,12 +186,13 @@ def _sources_of(arguments: Arguments) -> list[Source]:
     sources: list[Source] = [source_of(item) for item in arguments.objects if isinstance(item, torch.Generator)]
     leaves = arguments.leaves
     devices = {leaves[index].device for index in arguments.tensors if not leaves[index].is_cpu}
+    if len(devices) > 1:
+        _warn_of_kinds({device.type for device in devices})
+    devices = {device for device in devices if device.type != "meta"}
     if not devices:
         found = accelerator()
         if found is not None and accelerator_started():
             devices.add(torch.device(found[0], torch.accelerator.current_device_index()))
-    if len(devices) > 1:
-        _warn_of_kinds({device.type for device in devices} - {"meta"})
     for device in devices:
         source = source_of_device(device)
         if source is not None:
@@ -254,7 +255,7 @@ class RngState:
                 except RuntimeError:
                     self._enter_capture(sources)
             else:
-                self._starts_accelerator = accelerator() is not None
+                self._starts_accelerator = accelerator() is not None and not accelerator_started()
         if "python" in kinds:
             self._others.append((_PYTHON, _PYTHON.read()))
         if "numpy" in kinds and "numpy" in sys.modules:
