@@ -296,7 +296,8 @@ def test_a_second_read_of_a_value_that_was_let_go_is_right(reader: type[Reader],
 
 def test_a_read_after_the_pass_recomputes(reader: type[Reader]) -> None:
     fn, x = Counted(read_through), square()
-    backward(recollect.checkpoint(fn)(x).sum(), keep=True)
+    loss = recollect.checkpoint(fn)(x).sum()
+    backward(loss, keep=True)
     (value,) = reader.kept.saved_tensors
     assert fn.calls == 3
     assert torch.equal(value, x.sin().exp())

@@ -50,6 +50,11 @@ class Arguments:
             index += 1
         self.tensors, self.objects = tensors, objects
 
+    @property
+    def are_positional(self) -> bool:
+        """Whether the leaves are the positional arguments as they stand."""
+        return self._spec is None and not self._keywords
+
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Give args and kwargs with these leaves; containers are made anew each time."""
         values: Sequence[Any] = leaves if self._spec is None else unflatten(leaves, self._spec)

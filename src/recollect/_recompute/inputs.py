@@ -138,5 +138,7 @@ class Inputs:
 
     def call(self, fn: Callable[..., Any], leaves: list[Any]) -> Any:
         """Call the function with these leaves."""
+        if self._arguments.are_positional:
+            return fn(*leaves)
         args, kwargs = self._arguments.rebuild(leaves)
-        return fn(*args, **kwargs) if kwargs else fn(*args)
+        return fn(*args, **kwargs)

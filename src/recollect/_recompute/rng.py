@@ -248,7 +248,8 @@ class RngState:
         self._starts_accelerator = False  # if it does: no device was in use at entry
         if "torch" in kinds:
             self._cpu = _read_cpu()
-            sources = _sources_of(arguments)
+            # On a CPU-only build without generators among the arguments there is nothing more to look for.
+            sources = _sources_of(arguments) if arguments.objects or accelerator() is not None else None
             if sources:
                 try:
                     self._others = [(source, source.read()) for source in sources]
