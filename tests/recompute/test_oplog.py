@@ -25,12 +25,12 @@ def log_of(function: Callable[[], Any], root: str = "root") -> OpLog:
     return log
 
 
-def test_operators_are_logged_in_order_with_inputs_and_outputs() -> None:
+def test_operators_are_logged_in_order_with_their_inputs() -> None:
     log = log_of(lambda: (ONES @ ONES.t()).sum())
-    assert [(entry.op, entry.inputs, entry.outputs) for entry in log.entries] == [
-        ("aten.t", "float32[2, 3]", "float32[3, 2]"),
-        ("aten.mm", "float32[2, 3], float32[3, 2]", "float32[2, 2]"),
-        ("aten.sum", "float32[2, 2]", "float32[]"),
+    assert [(entry.op, entry.inputs) for entry in log.entries] == [
+        ("aten.t", "float32[2, 3]"),
+        ("aten.mm", "float32[2, 3], float32[3, 2]"),
+        ("aten.sum", "float32[2, 2]"),
     ]
 
 

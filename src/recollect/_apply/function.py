@@ -50,7 +50,9 @@ def checkpoint(
     """Make a function forget its activations in forward and recompute them in backward.
 
     The result is called as the function is; gradients, outputs and random numbers are those of the plain call. What
-    is kept between forward and backward is the function's tensor arguments. With grad mode off it is a plain call.
+    is kept between forward and backward are the function's arguments, random states that it moved, and small copies
+    of buffers that it updated. With grad mode off it is a plain call. Inside `torch.func` transforms, which allow no
+    saved-tensor hooks, outputs are compared in place of saved tensors and `early_stop` means nothing.
 
     Args:
         fn: a function, method or module. Without it, a decorator with these options is returned.

@@ -1,4 +1,4 @@
-"""Every exception this library raises of its own, in one tree.
+"""The exceptions of this library, in one tree.
 
 ::
 
@@ -9,7 +9,7 @@
     ├── TransformError (RuntimeError)       a torch.func transform tracks a tensor that the region cannot see
     └── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
 
-Wrong arguments are plain ``ValueError`` and ``TypeError``.
+Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch has too raise its ``RuntimeError``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -11,30 +12,39 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Registered items in order; read as the tuple `items`, which is replaced as a whole, never changed."""
 
-    __slots__ = ("items",)
+    __slots__ = ("_count", "_entries", "_lock", "items")
 
     def __init__(self) -> None:
         self.items: tuple[T, ...] = ()
+        self._entries: dict[int, T] = {}
+        self._count = 0
+        self._lock = threading.Lock()
 
     def add(self, item: T) -> Registration:
-        """Register an item until the registration is removed."""
-        self.items = (*self.items, item)
-        return Registration(self, item)
+        """Register an item until the registration is removed; twice is two registrations."""
+        with self._lock:
+            self._count += 1
+            key = self._count
+            self._entries[key] = item
+            self.items = tuple(self._entries.values())
+        return Registration(self, key)
 
-    def drop(self, item: object) -> None:
-        """Take an item out; none of its equals."""
-        self.items = tuple(other for other in self.items if other is not item)
+    def drop(self, key: int) -> None:
+        """Take one registration back."""
+        with self._lock:
+            self._entries.pop(key, None)
+            self.items = tuple(self._entries.values())
 
 
 class Registration:
     """Returned by the `register_...` functions: `remove` takes the registration back, as does the end of a ``with``."""
 
-    def __init__(self, registry: Registry[T], item: T) -> None:
-        self._registry, self._item = registry, item
+    def __init__(self, registry: Registry[Any], key: int) -> None:
+        self._registry, self._key = registry, key
 
     def remove(self) -> None:
         """Take the registration back; doing it twice is harmless."""
-        self._registry.drop(self._item)
+        self._registry.drop(self._key)
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ forward's context (`contextvars.Context`), so a nested region finds on recomputa
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -52,18 +53,25 @@ _settings: ContextVar[Settings] = ContextVar("recollect_settings", default=Setti
 current_settings = _settings.get
 
 
+class _Entered(threading.local):
+    """Per thread: how to leave what this thread has entered."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Token[Settings]] = []
+
+
 class override:  # noqa: N801 (reads as a function: `with override(early_stop=False):`)
-    """Change settings for the block, on this thread only; the innermost wins. Can be entered again."""
+    """Change settings for the block, on this thread only; the innermost wins. Can be entered again, by any thread."""
 
     def __init__(self, **changes: bool | None) -> None:
         self._changes = changes
-        self._tokens: list[Token[Settings]] = []
+        self._entered = _Entered()
 
     def __enter__(self) -> Self:
-        self._tokens.append(_settings.set(replace(_settings.get(), **self._changes)))
+        self._entered.tokens.append(_settings.set(replace(_settings.get(), **self._changes)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _settings.reset(self._tokens.pop())
+        _settings.reset(self._entered.tokens.pop())

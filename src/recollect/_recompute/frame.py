@@ -25,7 +25,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from recollect._core.errors import ChangedInputError
+from recollect._core.errors import ChangedInputError, CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_settings
 from recollect._core.torch_private.ambient import function_mode_depth, quietly, without_function_modes
@@ -189,7 +189,7 @@ class Frame:
             pack = self._prepare(args, kwargs)
         push_hooks(pack, unpack)
         if self.contexts is not None:
-            contexts, self.entered = self.contexts, ExitStack()
+            contexts, self.contexts, self.entered = self.contexts, None, ExitStack()
             try:
                 for context in contexts:
                     self.entered.enter_context(context)
@@ -208,20 +208,26 @@ class Frame:
         assert self.fn is not None
         around = self.around = Surroundings(name, self.fn, arguments, options.preserve, exact=exact)
         arguments.leaves = []
+        try:
+            self.contexts = self._make_contexts(explain=settings.explain)
+        except BaseException:
+            around.abandon()
+            raise
+        return self._observing(self.pack()) if exact or self.log is not None else self.pack()
+
+    def _make_contexts(self, *, explain: bool | None) -> list[AbstractContextManager[Any]] | None:
+        """What forward runs under."""
+        name, options, around = self.name, self.options, self.around
         contexts: list[AbstractContextManager[Any]] = []
-        if around.around_forward is not None:
-            contexts.append(around.around_forward(name))
+        if around.is_captured:
+            contexts.append(around.forward())
         if options.contexts is not None:
             forward, self.recompute_context = _checked_contexts(name, options.contexts())
             contexts.append(forward)
-        if options.explain if settings.explain is None else settings.explain:
+        if options.explain if explain is None else explain:
             self.log = OpLog(name)
             contexts.append(self.log)
-        if contexts:
-            self.contexts = contexts
-        if exact or self.log is not None:
-            return self._observing(self.pack())
-        return self.pack()
+        return contexts or None
 
     def _observing(self, pack: Callable[[Tensor], Slot]) -> Callable[[Tensor], Slot]:
         """The pack hook of a region that also keeps evidence of values, or a log."""
@@ -314,7 +320,7 @@ class Frame:
             pass_id, group = current_pass(), get_group()
             key = pass_id if group is None else group
             if self.inputs is None:
-                return self._checked(slot, slot.value)
+                return self._left_over(slot)
             if key == -1:  # read from outside backward
                 return self._recompute_one(slot)
             if self.filled_by != key:
@@ -334,13 +340,28 @@ class Frame:
                 return value
             return self._recompute_one(slot)
 
+    def _left_over(self, slot: Slot) -> Tensor:
+        """The value of a slot whose region was let go, because all of its outputs were done.
+
+        Raises:
+            CheckpointError: it was used already.
+        """
+        if slot.value is None:
+            message = (
+                f"region '{self.name}': a tensor that left the region otherwise than by its result (through a list, an "
+                "attribute) is run backward again after the region's own backward has freed what it needs.\n"
+                "Return that tensor from the function, or pass retain_graph=True to the region's backward."
+            )
+            raise CheckpointError(message)
+        return self._checked(slot, slot.value)
+
     def _refuse_overlap(self) -> None:
         message = (
             f"region '{self.name}': two backward calls of one GraphExecGroup need the same saved tensor.\n"
             "Backward calls in a group share one recomputation, so they must not overlap. Run the second one in a "
             "group of its own."
         )
-        raise RuntimeError(message)
+        raise CheckpointError(message)
 
     def _checked(self, slot: Slot, value: Tensor | None) -> Tensor:
         """A recomputed value, if it is still what was saved."""
@@ -377,7 +398,11 @@ class Frame:
         self.filled_by = None
         self.keeps_graph = group is not None or pass_keeps_graph()
         self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
-        self._run(last=last, stops_early=self.stops_early or self.is_open)
+        try:
+            self._run(last=last, stops_early=self.stops_early or self.is_open)
+        except BaseException:
+            self._empty()  # else the next pass would take what a failed recomputation made
+            raise
         self.filled_by = key
         if self.keeps_graph:
             self._keep()

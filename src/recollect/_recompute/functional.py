@@ -4,6 +4,9 @@
 that wraps it, so a region under any transform takes this path. What the function reads must be an explicit input of
 the Function: the tensors among its arguments and the parameters and buffers of its modules are lifted to be. A tensor
 that a transform tracks and that is neither is an error, because its gradient would be missing.
+
+There are no saved tensors to compare: ``check="metadata"`` compares outputs, values cannot be checked, and neither
+``early_stop`` nor operator logs mean anything here.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recollect._core.errors import TransformError
+from recollect._core.errors import MismatchError, TransformError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.functorch import current_level, is_tracked, level_of, unwrap, unwrap_if_ended
 from recollect._core.torch_private.pytree import Spec, flatten, tree_leaves, unflatten
 from recollect._recompute.frame import Options
 from recollect._recompute.modules import find_modules
 from recollect._recompute.surroundings import Surroundings
+
+_TENSOR = object()  # stands for a tensor in a function's result
 
 
 class _Call:
@@ -49,13 +54,17 @@ class _Call:
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._around = Surroundings(name, fn, self._arguments, options.preserve)
         self._arguments.leaves = []  # autograd holds the tensors
+        self._checks = options.matcher.metadata
+        self._metas: list[tuple[torch.Size, torch.dtype]] = []
         self.spec: Spec | None = None
         self.constants: list[Any] = []
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Forward: call the function with these tensors in their places; the tensors among its outputs."""
-        with _Watch(self._name, tensors):
-            return self._call(tensors)
+        with self._around.forward(), _ForeignWatch(self._name, tensors):
+            outputs = self._call(tensors)
+        self._metas = [(output.shape, output.dtype) for output in outputs]
+        return outputs
 
     def settle(self) -> None:
         """Forward is done."""
@@ -63,7 +72,23 @@ class _Call:
 
     def again(self, transform: Callable[[Callable[..., tuple[Tensor, ...]]], Any]) -> Any:
         """Recompute: apply a transform to the function, under the state that was around it in forward."""
-        return self._around.rerun(transform, lambda *tensors: self._call(tensors))
+        return self._around.rerun(transform, self._call_again)
+
+    def _call_again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = self._call(tensors)
+        metas = [(output.shape, output.dtype) for output in outputs]
+        if self._checks and metas != self._metas:
+            message = (
+                f"region '{self._name}': it gave outputs of {_describe(self._metas)} in forward and of "
+                f"{_describe(metas)} in recomputation.\n"
+                "The function read something that changed in between: a global, a random generator."
+            )
+            raise MismatchError(message)
+        return outputs
+
+    def abandon(self) -> None:
+        """The function has raised."""
+        self._around.abandon()
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         leaves = list(self._leaves)
@@ -73,14 +98,14 @@ class _Call:
         with _lifted(self._tables, tensors[len(self._places) :]):
             result = self._fn(*args, **kwargs)
         outputs, self.spec = flatten([result])
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        self.constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
     def rebuild(self, outputs: Sequence[Tensor]) -> Any:
         """The function's result with these tensors in it."""
         assert self.spec is not None
         tensors = iter(outputs)
-        leaves = [next(tensors) if constant is None else constant for constant in self.constants]
+        leaves = [next(tensors) if constant is _TENSOR else constant for constant in self.constants]
         return unflatten(leaves, self.spec)[0]
 
 
@@ -96,8 +121,18 @@ def run_functional(
     if options.contexts is not None:
         message = f"region '{name}': context_fn cannot be used inside a torch.func transform"
         raise ValueError(message)
+    if options.matcher.values is not None:
+        message = (
+            f"region '{name}': values cannot be checked inside a torch.func transform, which allows no saved-tensor "
+            "hooks; use check='metadata' or check='none' there"
+        )
+        raise ValueError(message)
     call = _Call(name, options, fn, args, kwargs)
-    outputs = _Recomputed.apply(call, *call.tensors)  # type: ignore[no-untyped-call]
+    try:
+        outputs = _Recomputed.apply(call, *call.tensors)  # type: ignore[no-untyped-call]
+    except BaseException:
+        call.abandon()
+        raise
     call.settle()
     return call.rebuild(outputs)
 
@@ -160,6 +195,10 @@ class _Recomputed(torch.autograd.Function):
         return cast("tuple[Tensor | None, ...]", ctx.call.again(push))
 
 
+def _describe(metas: list[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in metas) or "no tensor"
+
+
 def _is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -184,7 +223,7 @@ def _lifted(tables: list[tuple[dict[str, Any], str]], tensors: Sequence[Tensor])
         yield
 
 
-class _Watch(TorchFunctionMode):
+class _ForeignWatch(TorchFunctionMode):
     """Raises when the function touches a tensor whose gradient the Function would lose."""
 
     def __init__(self, region: str, lifted: Sequence[Tensor]) -> None:

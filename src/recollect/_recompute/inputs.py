@@ -77,8 +77,8 @@ class Inputs:
                 alias = cut[id(tensor)] = tensor.detach()
                 if requires_grad:
                     alias.requires_grad_()
-                else:
-                    self._constants.append((index, ref(tensor)))
+            if not requires_grad:
+                self._constants.append((index, ref(tensor)))
             held[index] = alias
 
     @property

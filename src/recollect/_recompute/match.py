@@ -191,6 +191,7 @@ class Recorder:
             parts = [
                 f"region '{name}': forward saved {count_noun(self._count, 'tensor')} and recomputation {made}{missing}."
             ]
+            parts.extend(f"First, saved tensor {i} ({log.locate(i)}) {text}." for i, text in self._differ[:1])
         else:
             (index, text), *rest = self._differ
             parts = [f"region '{name}': saved tensor {index} ({log.locate(index)}) {text}."]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain, islice
@@ -34,12 +35,13 @@ from recollect._core.registry import Registration, Registry
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.pytree import tree_leaves
 
-_MISSING = object()
+_MISSING, _ABSENT = object(), object()
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
 _MOST_PARTS = 128
 _INERT = frozenset({type(None), type, ModuleType, BuiltinFunctionType, str, bytes, int, float, bool, torch.dtype})
 _NOT_SEARCHED = ("torch.", "recollect.")
-_KEPT_IN_OBJECTS = (nn.Module, Tensor, list, tuple, dict)
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _declared: Registry[tuple[type, frozenset[str]]] = Registry()
@@ -61,9 +63,9 @@ _WRITE_ONLY: dict[type, frozenset[str]] = {
 def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     """Say which attributes a module updates in its own forward, so that recomputation does not update them again.
 
-    Recomputation starts from the values at entry of the region and its own updates are thrown away. Buffers that are
-    updated in place need no registration; Python attributes (a counter, a list of losses) and buffers that are
-    replaced do.
+    Recomputation starts from the values at entry of the region and its own updates are thrown away. Buffers need no
+    registration if the class updates them at its first call or never; those it updates only now and then (every n-th
+    step) and Python attributes (a counter, a list of losses) do.
 
     Args:
         module_class: the class, subclasses included.
@@ -118,7 +120,7 @@ def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[n
 def _holds_nothing(fn: Callable[..., Any]) -> bool:
     """Whether this is a plain function that names no global and closes over nothing: there is nothing to search."""
     return type(fn) is FunctionType and not (
-        fn.__closure__ or fn.__defaults__ or fn.__dict__ or _globals_of(fn.__code__)
+        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__ or _globals_of(fn.__code__)
     )
 
 
@@ -149,12 +151,11 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return (value.__self__, value.__func__)
     if kind is functools.partial:
         return (value.func, *value.args, *value.keywords.values())
-    if kind in (list, tuple, set, dict):
-        parts: Iterable[Any] = value.values() if kind is dict else value
+    if isinstance(value, _CONTAINERS):
+        parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
         return parts if len(value) <= _MOST_PARTS else ()
     attributes = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _KEPT_IN_OBJECTS)]
-    wrapped = getattr(value, "__wrapped__", None)
-    return attributes if wrapped is None else [*attributes, wrapped]
+    return [*attributes, getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")]
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
@@ -167,6 +168,8 @@ def _parts_of_function(function: FunctionType) -> list[Any]:
                 parts.append(cell.cell_contents)
     if function.__defaults__:
         parts.extend(function.__defaults__)
+    if function.__kwdefaults__:
+        parts.extend(function.__kwdefaults__.values())
     if function.__dict__:
         parts.extend(function.__dict__.values())
     known = function.__globals__
@@ -197,11 +200,15 @@ def _copy(value: Any) -> Any:
 
 
 def _get(module: nn.Module, name: str) -> Any:
-    return module._buffers[name] if name in module._buffers else getattr(module, name)  # noqa: SLF001
+    """An attribute, or `_ABSENT` if forward has not made it yet."""
+    return module._buffers[name] if name in module._buffers else getattr(module, name, _ABSENT)  # noqa: SLF001
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
-    if name in module._buffers:  # noqa: SLF001
+    if value is _ABSENT:
+        if hasattr(module, name):
+            delattr(module, name)
+    elif name in module._buffers:  # noqa: SLF001
         module._buffers[name] = value  # noqa: SLF001
     else:
         setattr(module, name, value)
@@ -476,9 +483,10 @@ class _ChangedWatch(DispatchMode):
                 message = (
                     f"region '{self._region}': {what} was changed in place between forward and recomputation, which "
                     "would read the new value.\n"
-                    "An optimiser step or another update ran before this backward.\n"
-                    "Run backward before the update, or keep this part of the model outside the region. "
-                    "For state that a module updates in its own forward, see `recollect.register_state`."
+                    "An optimiser step or another update ran before this backward; or the module updated it in its "
+                    "own forward, for the first time.\n"
+                    "Run backward before the update. State that a module updates itself now and then is registered "
+                    "with `recollect.register_state`."
                 )
                 raise ChangedInputError(message)
         return func(*args, **(kwargs or {}))

@@ -44,7 +44,6 @@ class Entry:
 
     op: str
     inputs: str
-    outputs: str
     place: Place
 
     @property
@@ -72,7 +71,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 class OpLog(DispatchMode):
-    """Logs operators while entered. `saved` is told of each saved tensor, in order, through `note_saved`."""
+    """Logs operators while entered; is told of each saved tensor, in order, through `note_saved`."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
@@ -109,7 +108,6 @@ class OpLog(DispatchMode):
             Entry(
                 op=name,
                 inputs=", ".join(describe_tensor(tensor) for tensor in tensors),
-                outputs=", ".join(describe_tensor(tensor) for tensor in made),
                 place=place,
             )
         )

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect._core.errors import MismatchError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.engine import pass_is_partial
+from recollect._core.units import count_noun
 from recollect._recompute.rng import parse_preserve
 from recollect._recompute.surroundings import Surroundings
 
@@ -70,8 +72,12 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.inputs = [None if isinstance(value, Tensor) else value for value in args]
         ctx.places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.places))
-        with torch.no_grad():
-            outputs = run_function(*args)
+        try:
+            with torch.no_grad(), ctx.around.forward():
+                outputs = run_function(*args)
+        except BaseException:
+            ctx.around.abandon()
+            raise
         ctx.around.settle()
         return outputs
 
@@ -91,6 +97,13 @@ class CheckpointFunction(torch.autograd.Function):
         outputs = ctx.around.rerun(ctx.run_function, *detached)
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
+        if len(outputs) != len(gradients):
+            message = (
+                f"a reentrant checkpoint gave {count_noun(len(gradients), 'output')} in forward and {len(outputs)} in "
+                "recomputation.\n"
+                "The function read something that changed in between. use_reentrant=False says more about it."
+            )
+            raise MismatchError(message)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)

@@ -1,4 +1,4 @@
-"""What the user wraps: a function with a name and options, called through `Region.call` or driven by module hooks."""
+"""What the user wraps: a function with a name and options, called as a whole or entered and left by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recollect._core.errors import CheckpointError
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.functional import run_functional
@@ -38,7 +39,7 @@ class Region:
             if not frame.fail(error):
                 raise
             message = f"region '{self.name}': the forward context of context_fn swallowed the function's exception"
-            raise RuntimeError(message) from error
+            raise CheckpointError(message) from error
         frame.leave(result)
         return result
 

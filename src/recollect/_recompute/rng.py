@@ -137,17 +137,18 @@ _CPU_BYTES = _read_cpu().numel()
 
 
 @functools.cache
-def _philox(generator: torch.Generator) -> bool:
+def _has_offset(kind: str) -> bool:
+    """Whether generators of this kind of device count, so that seed and offset say all. Asked of a fresh one."""
     try:
-        generator.get_offset()
-    except (RuntimeError, NotImplementedError):
-        return False
+        torch.Generator(kind).get_offset()
+    except (RuntimeError, NotImplementedError) as error:
+        return "capture" in str(error)  # a capture forbids the question, and only kinds with an offset have captures
     return True
 
 
 def source_of(generator: torch.Generator) -> Source:
     """The way to read this generator."""
-    if generator.device.type != "cpu" and _philox(generator):
+    if generator.device.type != "cpu" and _has_offset(generator.device.type):
         return _PhiloxSource(generator)
     return _StateSource(generator)
 
@@ -296,8 +297,12 @@ class RngState:
         """Before recomputation: set every generator as it was at entry; gives back where they stood."""
         entries = self._others if self._cpu is None else [(_CPU, self._cpu), *self._others]
         now = [(source, source.read()) for source, _ in entries]
-        for source, state in entries:
-            source.write(state)
+        try:
+            for source, state in entries:
+                source.write(state)
+        except BaseException:
+            put_back(now)
+            raise
         return now
 
 

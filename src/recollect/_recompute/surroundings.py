@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Surroundings:
     """What was around one execution of a region: made at entry, `settle`d at exit."""
 
-    __slots__ = ("_ambient", "_context", "_rng", "around_forward", "modules", "region")
+    __slots__ = ("_ambient", "_context", "_rng", "modules", "region")
 
     def __init__(
         self,
@@ -39,22 +39,27 @@ class Surroundings:
     ) -> None:
         self.region = region
         self._ambient = Ambient()
+        self._rng = RngState(preserve, arguments) if preserve else None
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact) if roots or loose else None
-        self._rng: RngState | None = None
-        # What forward must run under, if anything; called with the region's name.
-        self.around_forward: Callable[[str], AbstractContextManager[Any]] | None = None
-        if preserve:
-            rng = self._rng = RngState(preserve, arguments)
-            self.around_forward = rng.around_forward
         self._context = contextvars.copy_context()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """What forward must run under: nothing, except while a CUDA graph is being captured."""
+        make = None if self._rng is None else self._rng.around_forward
+        return nullcontext() if make is None else make(self.region)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether forward must run under something."""
+        return self._rng is not None and self._rng.around_forward is not None
 
     def settle(self) -> None:
         """At exit: let go of what the function turned out not to need."""
-        if self._rng is not None:
-            self._rng = self._rng.settle(self.region)
         if self.modules is not None:
             self.modules.settle()
+        if self._rng is not None:
+            self._rng = self._rng.settle(self.region)
 
     def abandon(self) -> None:
         """The function has raised: leave nothing behind."""
@@ -82,10 +87,12 @@ class Surroundings:
             ambient = self._ambient.restore()
             return body(*args)
         finally:
-            if ambient is not None:
-                ambient.close()
-            set_grad_enabled(grad_was_enabled)
-            if states is not None:
-                put_back(states)
-            if modules is not None:
-                modules.close()
+            try:
+                if ambient is not None:
+                    ambient.close()
+            finally:
+                set_grad_enabled(grad_was_enabled)
+                if states is not None:
+                    put_back(states)
+                if modules is not None:
+                    modules.close()

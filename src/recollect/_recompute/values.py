@@ -9,7 +9,8 @@ from torch import Tensor
 
 from recollect._core.torch_private.engine import next_sequence, sequence_of
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 20
+_STEP = 0x1E3779B97F4A7C15
 _MULTIPLIER = 6364136223846793005  # odd, so that each byte's weight is invertible modulo 2**64
 
 
@@ -111,7 +112,9 @@ class Evidence:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
+    if tensor.is_nested:
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
@@ -120,8 +123,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """Two 64-bit sums over the bytes, on the tensor's device: equal bytes in equal order give equal digests.
 
-    The second sum weighs each byte by its place, so that exchanged values are seen. Works in pieces of 64 Ki bytes
-    to keep its own memory small.
+    The second sum weighs each byte by its place, so that exchanged values are seen. Works in pieces of 1 MiB to keep
+    its own memory small; arithmetic is modulo 2**64.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> torch.equal(digest(a), digest(a.clone())), torch.equal(digest(a), digest(b))
@@ -130,8 +133,9 @@ def digest(tensor: Tensor) -> Tensor:
     data = _as_bytes(tensor)
     total = torch.zeros(2, dtype=torch.int64, device=data.device)
     weights = torch.arange(1, min(_CHUNK, max(data.numel(), 1)) + 1, device=data.device) * _MULTIPLIER
-    for number, chunk in enumerate(data.split(_CHUNK) if data.numel() else ()):
+    for chunk in data.split(_CHUNK) if data.numel() else ():
         wide = chunk.to(torch.int64)
-        weighted = (wide * (weights[: wide.numel()] + number * 0x9E3779B97F4A7C1)).sum()
+        weighted = (wide * weights[: wide.numel()]).sum()
         total += torch.stack((wide.sum(), weighted ^ (weighted >> 29)))
+        weights = weights + _STEP  # a tensor wraps where a Python number would overflow
     return total

@@ -42,6 +42,8 @@ def checkpoint(
 ) -> Any:
     """Call a function, forgetting its activations until backward recomputes them; torch's signature.
 
+    With ``use_reentrant=True`` nothing is compared, recomputation never stops early, and there are no operator logs.
+
     Args:
         function: what to run.
         args: its positional arguments.
@@ -69,6 +71,7 @@ def checkpoint(
             stacklevel=2,
         )
         use_reentrant = True
+    matcher = _parse_check(determinism_check)
     preserve = parse_preserve(bool(kwargs.pop("preserve_rng_state", True)))
     if use_reentrant:
         if kwargs:
@@ -82,7 +85,7 @@ def checkpoint(
     options = Options(
         preserve=preserve,
         early_stop=early_stop,
-        matcher=_parse_check(determinism_check),
+        matcher=matcher,
         contexts=None if context_fn is noop_context_fn else context_fn,
         explain=debug,
     )
