@@ -41,7 +41,7 @@ tests: setup
 	$(BIN)/python -m pytest
 
 docs: setup
-	$(BIN)/python -m sphinx -W -n --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -E -W -n --keep-going -b html docs docs/_build/html
 
 # Unpacks the built wheel alone in an empty directory and imports it there, with the environment's torch.
 wheel: setup

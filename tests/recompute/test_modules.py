@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recollect
-from recollect._recompute.modules import find_modules
+from recollect._recompute.search import find_modules
 from tests.watching import backward
 
 

@@ -43,6 +43,7 @@ from recollect._core.torch_private.engine import (
 from recollect._core.torch_private.pytree import is_container, tree_leaves
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.oplog import OpLog, describe_tensor
+from recollect._recompute.slots import Handed, Slot
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence
 
@@ -58,48 +59,6 @@ class StopRecomputation(Exception):  # noqa: N818 (not an error)
     An `Exception`, because only for those does a module call its ``always_call`` hooks, on which module trackers and
     the hooks of nested regions rely. A function that catches it and goes on meets it again at its next saved tensor.
     """
-
-
-class Slot:
-    """Stands for one saved tensor. Autograd's node holds it; it holds the frame."""
-
-    __slots__ = ("__weakref__", "frame", "kept", "value", "version")
-
-    frame: Frame
-    value: Tensor | None  # in a pass that frees the graph
-    kept: Tensor | _Handed | None  # in a pass that keeps it: before and after it was handed to a node
-    version: int  # of the value when it was saved
-
-
-class _Handed:
-    """A value that was handed to a node in a pass that keeps the graph: alive only while someone uses it."""
-
-    __slots__ = ("dtype", "offset", "pass_id", "shape", "storage", "strides", "whole")
-
-    def __init__(self, value: Tensor, pass_id: int) -> None:
-        self.pass_id = pass_id
-        self.whole: ref[Tensor] | None = None
-        if type(value) is not Tensor or value.layout is not torch.strided:
-            self.whole = ref(value)
-            return
-        self.storage = ref(value.untyped_storage())
-        self.dtype, self.offset, self.shape, self.strides = (
-            value.dtype,
-            value.storage_offset(),
-            value.shape,
-            value.stride(),
-        )
-
-    def again(self) -> Tensor | None:
-        """The value, if it is still alive."""
-        if self.whole is not None:
-            return self.whole()
-        storage = self.storage()
-        if storage is None:
-            return None
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 def observe(tensor: Tensor, evidence: Evidence | None, log: OpLog | None) -> None:
@@ -328,7 +287,7 @@ class Frame:
             if slot.value is not None:
                 return self._checked(slot, slot.value)
             kept = slot.kept
-            if isinstance(kept, _Handed):
+            if isinstance(kept, Handed):
                 again = kept.again() if kept.pass_id == pass_id else None
                 if again is not None:
                     return again
@@ -336,7 +295,7 @@ class Frame:
                     self._refuse_overlap()
             elif kept is not None:
                 value = self._checked(slot, kept)
-                slot.kept = _Handed(value, pass_id)
+                slot.kept = Handed(value, pass_id)
                 return value
             return self._recompute_one(slot)
 

@@ -1,7 +1,7 @@
 """What the modules of a region held when forward ran, and their side effects, which happen once.
 
-A region's function is searched for modules (itself, its owner, closures, partials, the globals it names). At entry
-their training flags, parameters and buffers are noted, by identity and version. For recomputation
+A region's function is searched for modules (`search.py`). At entry their training flags, parameters and buffers are
+noted, by identity and version. For recomputation
 
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration;
 * a tensor that has been *changed in place* since (an optimiser step) is an error where recomputation reads it;
@@ -16,14 +16,10 @@ included, can be registered with `register_state`.
 
 from __future__ import annotations
 
-import dis
-import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -37,11 +33,6 @@ from recollect._core.torch_private.pytree import tree_leaves
 
 _MISSING, _ABSENT = object(), object()
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
-_MOST_PARTS = 128
-_INERT = frozenset({type(None), type, ModuleType, BuiltinFunctionType, str, bytes, int, float, bool, torch.dtype})
-_NOT_SEARCHED = ("torch.", "recollect.")
-_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
-_KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _declared: Registry[tuple[type, frozenset[str]]] = Registry()
@@ -102,87 +93,6 @@ def _rules_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     updated = none.union(*(names for owner, names in _declared.items if issubclass(kind, owner)))
     written = none.union(*(_WRITE_ONLY.get(base, none) for base in kind.__mro__))
     return updated, written - updated
-
-
-def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor]]:
-    """Modules and tensors that a function holds or names, and modules among its arguments; not what they contain."""
-    modules: list[nn.Module] = []
-    tensors: list[Tensor] = []
-    if isinstance(fn, nn.Module):
-        modules.append(fn)
-    elif not _holds_nothing(fn):
-        _search(fn, modules, tensors)
-    if objects:
-        modules.extend(item for item in objects if isinstance(item, nn.Module))
-    return modules, tensors
-
-
-def _holds_nothing(fn: Callable[..., Any]) -> bool:
-    """Whether this is a plain function that names no global and closes over nothing: there is nothing to search."""
-    return type(fn) is FunctionType and not (
-        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__ or _globals_of(fn.__code__)
-    )
-
-
-def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor]) -> None:
-    """Look where Python functions keep what they use; about 1 µs per function on the way."""
-    seen = {id(fn)}
-    stack: list[Any] = [fn]
-    while stack:
-        for part in _parts_of(stack.pop()):
-            kind = type(part)
-            if kind in _INERT:
-                continue
-            if kind is not FunctionType and isinstance(part, nn.Module):
-                modules.append(part)
-            elif kind is not FunctionType and isinstance(part, Tensor):
-                tensors.append(part)
-            elif id(part) not in seen and len(seen) < _MOST_PARTS:
-                seen.add(id(part))
-                stack.append(part)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    """What to look at next. Of a plain object's attributes only modules, tensors and containers."""
-    kind = type(value)
-    if kind is FunctionType:
-        return _parts_of_function(value)
-    if kind is MethodType:
-        return (value.__self__, value.__func__)
-    if kind is functools.partial:
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, _CONTAINERS):
-        parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        return parts if len(value) <= _MOST_PARTS else ()
-    attributes = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _KEPT_IN_OBJECTS)]
-    return [*attributes, getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")]
-
-
-def _parts_of_function(function: FunctionType) -> list[Any]:
-    if (function.__module__ or "").startswith(_NOT_SEARCHED):
-        return list(function.__dict__.values()) if function.__dict__ else []
-    parts: list[Any] = []
-    if function.__closure__:
-        for cell in function.__closure__:
-            with suppress(ValueError):  # a cell not filled yet
-                parts.append(cell.cell_contents)
-    if function.__defaults__:
-        parts.extend(function.__defaults__)
-    if function.__kwdefaults__:
-        parts.extend(function.__kwdefaults__.values())
-    if function.__dict__:
-        parts.extend(function.__dict__.values())
-    known = function.__globals__
-    parts.extend(known[name] for name in _globals_of(function.__code__) if name in known)
-    return parts
-
-
-@functools.lru_cache(maxsize=4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function's code reads, functions within it included."""
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return tuple(dict.fromkeys(chain(own, *map(_globals_of, inner))))
 
 
 def _version(tensor: Tensor) -> int | None:
