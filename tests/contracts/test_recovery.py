@@ -194,3 +194,11 @@ def test_a_registered_attribute_may_be_made_by_forward() -> None:
         for step in range(1, 3):
             backward(recollect.checkpoint(layer)(torch.ones(1, 2)).sum())
             assert layer.count == step
+
+
+def test_arguments_given_along_with_the_function_are_sent_where_they_belong() -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"was given 2 arguments besides the function[^\n]*\nWrite recollect\.checkpoint\(fn\)\(\*args\)",
+    ):
+        recollect.checkpoint(torch.sin, torch.ones(2), torch.ones(2))  # type: ignore[call-overload]

@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from recollect._core.scope import override
+from recollect._core.units import count_noun
 from recollect._recompute.frame import Options
 from recollect._recompute.match import Check, Matcher
 from recollect._recompute.region import Region
@@ -41,7 +42,7 @@ def checkpoint(
 
 def checkpoint(
     fn: Callable[..., Any] | None = None,
-    *,
+    *misplaced: Any,
     name: str | None = None,
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,
@@ -56,6 +57,7 @@ def checkpoint(
 
     Args:
         fn: a function, method or module. Without it, a decorator with these options is returned.
+        misplaced: nothing belongs here; the function's arguments go to the function that is returned.
         name: what errors and reports call the region; by default the function's name.
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
             and any `torch.Generator` among the arguments), False not to, or a collection of ``"torch"``,
@@ -66,7 +68,7 @@ def checkpoint(
 
     Raises:
         ValueError: an option has a value it cannot have.
-        TypeError: `fn` is not callable.
+        TypeError: `fn` is not callable, or the function's arguments were given along with it.
 
     >>> import torch, recollect
     >>> block = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
@@ -90,6 +92,13 @@ def checkpoint(
     ...
     ValueError: check='shapes': expected 'metadata', 'values', 'none' or a recollect.ValueCheck
     """
+    if misplaced:
+        message = (
+            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} besides the function: it returns "
+            "a function, which takes them.\n"
+            "Write recollect.checkpoint(fn)(*args), or use recollect.compat.checkpoint(fn, *args, use_reentrant=False)."
+        )
+        raise TypeError(message)
     if fn is None:
         return functools.partial(checkpoint, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
     if not callable(fn):
