@@ -14,7 +14,7 @@ reference to the value's storage. See docs/design/engine.md.
 
 from __future__ import annotations
 
-from _thread import RLock  # the class itself: `threading.RLock` is a function around it
+from _thread import RLock, get_ident  # the class itself: `threading.RLock` is a function around it
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -102,6 +102,7 @@ class Frame:
         "fn",
         "inputs",
         "is_differentiated",
+        "is_home",
         "is_open",
         "keeps_graph",
         "lock",
@@ -114,6 +115,7 @@ class Frame:
         "recompute_context",
         "slots",
         "stops_early",
+        "thread",
         "was_filled",
     )
 
@@ -136,6 +138,7 @@ class Frame:
         self.entered: ExitStack | None = None
         self.recompute_context: AbstractContextManager[Any] | None = None
         self.lock = RLock()
+        self.thread, self.is_home = get_ident(), False  # where forward runs; whether recomputation did
         self.inputs: Inputs | None
 
     # Forward: `enter`, then `leave` or `fail`. From module hooks as well as around a call.
@@ -355,6 +358,7 @@ class Frame:
             self._empty()
         self.was_filled = True
         self.filled_by = None
+        self.is_home = get_ident() == self.thread
         self.keeps_graph = group is not None or pass_keeps_graph()
         self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
         try:
@@ -469,8 +473,17 @@ def unpack(slot: Slot) -> Tensor:
     value = slot.value
     if value is None or value._version != slot.version:  # noqa: SLF001
         value = slot.frame.fetch(slot)
-    caller = _getframe().f_back
-    if caller is None or caller.f_code is ENGINE_CODE:
+    # Who asks? A C++ node has no Python caller but the engine's, or none on the engine's own threads. Asked of the
+    # thread that ran forward, which is Python's, a depth of one is there: 0.06 µs against 0.25 for `f_back`.
+    if slot.frame.is_home:
+        try:
+            code = _getframe(1).f_code
+        except ValueError:  # filled there, read by a device's thread
+            code = ENGINE_CODE
+    else:
+        caller = _getframe().f_back
+        code = ENGINE_CODE if caller is None else caller.f_code
+    if code is ENGINE_CODE:
         slot.value = None
     return value
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
+from recollect._core.torch_private.engine import set_grad_enabled
 
 if TYPE_CHECKING:
     from recollect._core.pytree import Arguments
@@ -60,11 +60,14 @@ class Inputs:
             pack, self._unpack = hooks
             self._originals = [held[index] for index in self._tensors]
             self._requires_grad = [tensor.requires_grad for tensor in self._originals]
-            with torch.no_grad():
+            set_grad_enabled(False)
+            try:
                 for index, tensor in zip(self._tensors, self._originals, strict=True):
                     packed = pack(tensor)
                     is_writable = packed is tensor and not tensor.requires_grad
                     held[index] = tensor.detach() if is_writable else packed
+            finally:
+                set_grad_enabled(True)
             return
         cut: dict[int, Tensor] = {}
         for index in self._tensors:
