@@ -11,6 +11,7 @@ from torch import Tensor
 
 import recollect
 from recollect import compat
+from recollect._core.pytree import Arguments
 from recollect._recompute import rng
 from tests.watching import Counted, backward
 
@@ -206,3 +207,17 @@ def test_devices_without_a_generator_are_passed_over() -> None:
     x = torch.ones(3, device="meta", requires_grad=True)
     backward(recollect.checkpoint(lambda x: x.exp().sin())(x).sum())
     assert x.grad is not None
+
+
+def test_regions_that_begin_with_equal_states_store_them_once() -> None:
+    states: list[rng.RngState | None] = []
+    torch.manual_seed(0)
+    outer, inner = (rng.RngState(frozenset({"torch"}), Arguments((), {})) for _ in range(2))
+    torch.rand(1)
+    states.extend(state.settle("r") for state in (inner, outer))
+    later = rng.RngState(frozenset({"torch"}), Arguments((), {}))
+    torch.rand(1)
+    states.append(later.settle("r"))
+    first, second, third = (state._cpu for state in states if state is not None)
+    assert first is second
+    assert third is not first

@@ -258,7 +258,7 @@ class Frame:
     def pack(self) -> Callable[[Tensor], Slot]:
         """The saved-tensor hook of forward: forgets the tensor and gives a slot for it.
 
-        A closure, written out: it runs per saved tensor and takes 0.5 µs, of which 0.25 for the metadata.
+        A closure, written out: it runs per saved tensor. The metadata take 0.25 µs of it.
         """
         add_slot, add_meta = self.slots.append, self.metas.append
 
@@ -474,7 +474,7 @@ def unpack(slot: Slot) -> Tensor:
     if value is None or value._version != slot.version:  # noqa: SLF001
         value = slot.frame.fetch(slot)
     # Who asks? A C++ node has no Python caller but the engine's, or none on the engine's own threads. Asked of the
-    # thread that ran forward, which is Python's, a depth of one is there: 0.06 µs against 0.25 for `f_back`.
+    # thread that ran forward, which is Python's, a depth of one is there: 0.2 µs less than `f_back`, measured.
     if slot.frame.is_home:
         try:
             code = _getframe(1).f_code

@@ -81,8 +81,7 @@ class Recorder:
     def pack(self) -> Callable[[Tensor], Tensor]:
         """The saved-tensor hook of recomputation: fills the slot of the tensor's number, and stops after the last one.
 
-        A closure, written out: it runs per saved tensor and takes 0.9 µs, of which 0.35 for the detach and 0.25 for
-        the comparison; as a method with helpers it took 1.5.
+        A closure, written out: it runs per saved tensor. The detach takes 0.35 µs of it, the metadata 0.25.
         """
         slots, metas, last = self._frame.slots, self._frame.metas, self._last
         checks, observes = self._frame.options.matcher.metadata, self._evidence is not None or self.log is not None

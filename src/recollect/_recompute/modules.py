@@ -138,7 +138,7 @@ def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Attributes]]:
     """Modules and all they contain, level by level, and their instance dictionaries.
 
     A shared module may come twice; a cycle ends at torch's own walk. Whole levels at a time, so that the loops run
-    in C: 2 µs for a transformer block, against 5 module by module.
+    in C.
     """
     modules: list[nn.Module] = []
     attributes: list[Attributes] = []

@@ -45,7 +45,7 @@ State = tuple[Any, ...]
 
 
 def read_state() -> State:
-    """The state as it stands. Written out: it runs twice per region, 0.4 µs against 1.3 in parts."""
+    """The state as it stands. Written out: it runs twice per region."""
     return (
         (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None,
         _read_modes() if function_mode_depth() else None,
