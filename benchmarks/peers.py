@@ -19,6 +19,8 @@ except ImportError:
 
 OURS = "recollect"
 TORCH = "torch"
+REMAT = "torch_remat"
+REMAT_BARE = "torch_remat, no RNG or checks"
 
 Call = Callable[..., Any]
 """`call(function, *args, **kwargs)` runs the function as one region."""
@@ -41,6 +43,24 @@ def plain(function: Call, *args: Any, **kwargs: Any) -> Any:
 
 def _ours(function: Call, *args: Any, **kwargs: Any) -> Any:
     return recollect.checkpoint(function)(*args, **kwargs)
+
+
+def ours_keeping(policy: Any) -> Call:
+    """Our engine with a policy."""
+
+    def call(function: Call, *args: Any, **kwargs: Any) -> Any:
+        return recollect.checkpoint(function, policy=policy)(*args, **kwargs)
+
+    return call
+
+
+def torch_keeping(contexts: Callable[[], Any]) -> Call:
+    """torch's engine with selective contexts, made anew for each region."""
+
+    def call(function: Call, *args: Any, **kwargs: Any) -> Any:
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return call
 
 
 def _torch(function: Call, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +110,8 @@ def engines(device: torch.device) -> list[Engine]:
     ]
     if torch_remat is not None:
         found += [
-            Engine(name="torch_remat", call=_remat(device), nests=False),
-            Engine(name="torch_remat, no RNG or checks", call=_remat_bare, nests=False, preserves_rng=False),
+            Engine(name=REMAT, call=_remat(device), nests=False),
+            Engine(name=REMAT_BARE, call=_remat_bare, nests=False, preserves_rng=False),
         ]
     return found
 

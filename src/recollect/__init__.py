@@ -1,6 +1,8 @@
 """Make training fit in memory: forget activations in forward, recollect them in backward."""
 
+from recollect import policies
 from recollect._apply.function import checkpoint, explain_mismatch
+from recollect._core.decisions import Decision, Site
 from recollect._core.errors import (
     CaptureError,
     ChangedInputError,
@@ -9,7 +11,7 @@ from recollect._core.errors import (
     RecollectError,
     TransformError,
 )
-from recollect._core.scope import is_recomputing
+from recollect._core.scope import is_recomputing, name, region
 from recollect._recompute.ambient import register_ambient
 from recollect._recompute.capture import graph_rng
 from recollect._recompute.modules import register_state
@@ -19,14 +21,19 @@ __all__ = [
     "CaptureError",
     "ChangedInputError",
     "CheckpointError",
+    "Decision",
     "MismatchError",
     "RecollectError",
+    "Site",
     "TransformError",
     "ValueCheck",
     "checkpoint",
     "explain_mismatch",
     "graph_rng",
     "is_recomputing",
+    "name",
+    "policies",
+    "region",
     "register_ambient",
     "register_state",
 ]

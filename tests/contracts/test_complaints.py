@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 import recollect
 from recollect import compat
 from recollect._profile.memory import LiveBytes
-from tests.watching import Counted, backward, what_is_in_force
+from tests.watching import Counted, Operators, backward, what_is_in_force
 
 # torch itself scripts some decompositions when the first dual number is made.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -242,6 +242,50 @@ def test_complaint_07_autocast_around_forward_alone_is_there_on_recomputation(dt
     assert_same(ours, plain)
 
 
+def unsteady_router(steadiness: list[float]) -> Callable[..., Tensor]:
+    """A mixture of experts whose scores come out a little different in recomputation, as from a kernel with atomics."""
+
+    def route(x: Tensor, gate: Tensor, experts: Tensor) -> Tensor:
+        scores = x @ gate
+        jitter = steadiness[1] if recollect.is_recomputing() else steadiness[0]
+        chosen = (scores.detach() + jitter * torch.arange(scores.shape[-1])).argmax(-1)
+        return (torch.einsum("bi,bij->bj", x, experts[chosen]) * scores.softmax(-1)).tanh().exp()
+
+    return route
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        recollect.policies.save_matmuls,
+        recollect.policies.save_nothing,
+        recollect.policies.save_routing,
+        recollect.policies.save_names("q"),
+        lambda _: recollect.Decision.RECOMPUTE,
+    ],
+    ids=str,
+)
+def test_complaint_08_routing_does_not_flip_on_recomputation(policy: Any) -> None:
+    # A tie that falls another way in recomputation sends a token to another expert, and nobody notices.
+    route = unsteady_router([0.0, 100.0])
+    region = recollect.checkpoint(route, policy=policy, early_stop=False)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        tensors = [torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (4, 4), (4, 4, 4))]
+        assert_same(
+            gradients(lambda: region(*tensors).sum(), tensors),  # noqa: B023
+            gradients(lambda: route(*tensors).sum(), tensors),  # noqa: B023
+        )
+
+
+def test_complaint_08_a_flip_is_found_by_value_on_request() -> None:
+    # Where nothing is kept, the choice can at least be compared.
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (4, 4), (4, 4, 4))]
+    loss = recollect.checkpoint(unsteady_router([0.0, 100.0]), check="values")(*tensors).sum()
+    with pytest.raises(recollect.MismatchError):
+        backward(loss)
+
+
 def test_complaint_09_adapters_train_over_a_frozen_base() -> None:
     # With a frozen base no input required grad, so the reentrant engine trained nothing and said so in passing.
     base, adapter = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8, bias=False)
@@ -401,6 +445,27 @@ def test_complaint_14_saved_tensors_may_be_read_twice(keep: bool) -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
     assert calls.calls == 2
+
+
+def test_complaint_15_an_operator_without_its_overload_is_refused() -> None:
+    # A policy written with aten.mm compared unequal to every operator that ran, and silently did nothing.
+    for op in (torch.ops.aten.mm, "aten.mm", "aten::mm"):
+        with pytest.raises(ValueError, match=r"has the overloads default, .*: write 'aten\.mm\.default'"):
+            recollect.policies.save_ops(op)
+    with pytest.raises(ValueError, match=r"near that: .*'aten\.bmm\.default'"):
+        recollect.policies.save_every("aten.bm.default", 2)
+
+
+def test_complaint_15_a_pattern_that_matches_nothing_is_refused() -> None:
+    # The same, with a module's path that is spelt wrong.
+    block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    for pattern, near in (("1.2", "'1.0', '1.1'"), ("layers.*", "'1.0', '1.1'")):
+        region = recollect.checkpoint(block, policy=recollect.policies.save_modules("0", pattern))
+        with pytest.raises(ValueError, match=rf"pattern '{re.escape(pattern)}' matches no module.*{near}"):
+            region(torch.randn(2, 4))
+    region = recollect.checkpoint(block, policy=recollect.policies.save_modules(nn.LayerNorm))
+    with pytest.raises(ValueError, match=r"class LayerNorm matches no module.*classes there: Linear, Sequential, Tanh"):
+        region(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -626,6 +691,66 @@ def test_complaint_21_inputs_are_let_go_before_the_regions_backward_is_done() ->
     assert seen == [True]
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        recollect.policies.save_all,
+        recollect.policies.save_matmuls,
+        recollect.policies.save_every("aten.mm.default", 1),
+        recollect.policies.save_larger_than(0),
+        recollect.policies.save_names("warm"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("in_call", [0, 1, 2])
+def test_complaint_22_warm_ups_of_an_autotuner_are_not_kept(policy: Any, in_call: int) -> None:
+    # A kernel that tunes itself at its first call runs dozens of times, and every try was kept as an activation.
+    watch, calls = Watch(), Counted(lambda: None)
+
+    @recollect.region("warm")
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        if not recollect.is_recomputing():
+            if calls.calls == in_call:
+                with torch.no_grad():
+                    for _ in range(20):
+                        watch(recollect.name(x @ w, "warm"))
+            calls()
+        return x @ w
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return product(product(x, w).sin(), w).exp()
+
+    region = recollect.checkpoint(f, policy=policy)
+    with no_collector():
+        for _ in range(3):
+            x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+            loss = region(x, w).sum()
+            assert watch.alive == 0
+            ours = torch.autograd.grad(loss, [x, w])
+            assert_same(ours, torch.autograd.grad(f(x, w).sum(), [x, w]))
+        assert watch.seen == 20
+
+
+@pytest.mark.parametrize("policy", [recollect.policies.save_all, recollect.policies.save_matmuls], ids=str)
+def test_complaint_22_warm_ups_that_recomputation_does_not_repeat_are_not_taken_for_activations(policy: Any) -> None:
+    # The same: what is kept of the first product must not be that of a try on made-up data.
+    is_tuned: list[bool] = []
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        if not is_tuned:
+            with torch.no_grad():
+                for _ in range(5):
+                    torch.ones_like(x) @ w
+            is_tuned.append(True)
+        return ((x @ w).sin() @ w).sin()
+
+    region = recollect.checkpoint(f, policy=policy)
+    for _ in range(3):
+        tensors = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+        ours = torch.autograd.grad(region(*tensors).sum(), tensors)
+        assert_same(ours, torch.autograd.grad(f(*tensors).sum(), tensors))
+
+
 # Slow.
 
 
@@ -691,6 +816,96 @@ def test_complaint_24_nesting_stays_far_below_torchs() -> None:
     ours = calls_beyond_plain(recollect.checkpoint, saved=2, depth=3)
     torchs = calls_beyond_plain(torchs_checkpoint(), saved=2, depth=3)
     assert ours <= 0.65 * torchs, (ours, torchs)
+
+
+def torchs_selective_checkpoint() -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def make() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    return lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False, context_fn=make)
+
+
+def keep_products(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return recollect.checkpoint(fn, policy=recollect.policies.save_matmuls)
+
+
+def calls_of_later_steps(wrap: Callable[..., Any]) -> int:
+    """Function calls of a step through a small network, once all is learnt."""
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(10):
+            x = torch.tanh(torch.sin(x @ w))
+        return x
+
+    region = wrap(f)
+
+    def step() -> None:
+        torch.autograd.backward(region(x, w).sum())
+
+    for _ in range(3):
+        step()
+    return count_calls(step)
+
+
+def test_complaint_25_keeping_operators_costs_far_less_than_torchs_dispatch_mode() -> None:
+    # A Python dispatch mode saw every operator of forward and recomputation: 3.4 times the plain step.
+    ours, torchs = calls_of_later_steps(keep_products), calls_of_later_steps(torchs_selective_checkpoint())
+    assert ours <= 0.5 * torchs, (ours, torchs)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        recollect.policies.save_matmuls,
+        recollect.policies.save_nothing,
+        recollect.policies.save_names("part"),
+        recollect.policies.save_modules("0"),
+    ],
+    ids=str,
+)
+def test_complaint_25_no_dispatch_mode_is_in_force_once_the_policy_was_asked(policy: Any) -> None:
+    # The same, seen from inside: at the first calls a mode may learn, later there is none.
+    depths: list[int] = []
+
+    class Block(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            depths.append(torch._C._len_torch_dispatch_stack())
+            x = recollect.region("part")(torch.sin)(self[0](x))
+            depths.append(torch._C._len_torch_dispatch_stack())
+            return self[1](x).exp()  # type: ignore[no-any-return]
+
+    region = recollect.checkpoint(Block(nn.Linear(4, 4), nn.Tanh()), policy=policy)
+    for _ in range(2):
+        backward(region(torch.randn(2, 4)).sum())
+    depths.clear()
+    for _ in range(3):
+        backward(region(torch.randn(2, 4)).sum())
+    assert set(depths) == {0}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_complaint_26_attention_is_not_recomputed_though_all_else_is(dropout: float) -> None:
+    # Attention costs the most to recompute, and its result is as small as any other.
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).tanh().chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).sin()
+
+    region = recollect.checkpoint(f, policy=recollect.policies.save_attention)
+    x, w = torch.randn(2, 2, 16, 8, requires_grad=True), torch.randn(8, 24, requires_grad=True)
+    is_one_kernel = dropout == 0.0  # with dropout, the CPU's attention is made of products and a softmax
+    for seed in range(3):
+        assert_same(
+            gradients(lambda: region(x, w).sum(), [x, w], seed=seed),
+            gradients(lambda: f(x, w).sum(), [x, w], seed=seed),
+        )
+        loss = region(x, w).sum()
+        with Operators() as operators:
+            backward(loss)
+        assert "tanh" in operators.all
+        assert not is_one_kernel or not {name for name in operators.all if name.endswith("attention_for_cpu")}
 
 
 # Transforms and graphs.
@@ -1041,3 +1256,90 @@ def test_complaint_40_a_function_can_ask_whether_it_is_recomputed() -> None:
     assert ("inner", True) in answers[4:]
     assert ("inner", False) not in answers[4:]
     assert not recollect.is_recomputing()
+
+
+class Kernel(torch.autograd.Function):
+    """Stands for a kernel of the user's own, which counts its launches and draws from the generator."""
+
+    launches = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        Kernel.launches += 1
+        mask = torch.rand_like(x) > 0.5
+        ctx.save_for_backward(x, mask)
+        ctx.scale = scale
+        return x.sin() * mask * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, mask = ctx.saved_tensors
+        return gradients[0] * x.cos() * mask * ctx.scale, None
+
+
+class KernelModule(nn.Module):
+    def forward(self, x: Tensor, scale: float) -> Any:
+        return Kernel.apply(x, scale)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("way", ["operator", "region", "module", "name"])
+def test_complaint_44_kernels_of_ones_own_are_kept_as_a_unit(way: str) -> None:
+    # torch's selective checkpointing sees only what goes through its dispatcher; Triton kernels and Functions do not.
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = KernelModule()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = recollect.region("kernel")(self.kernel)(x.exp(), 2.0)
+            return (recollect.name(x, "value").tanh() * torch.rand_like(x)).sin()
+
+    net = Net()
+    policy = {
+        "operator": recollect.policies.save_ops(Kernel),
+        "region": recollect.policies.save_names("kernel"),
+        "module": recollect.policies.save_modules("kernel"),
+        "name": recollect.policies.first_match(recollect.policies.save_names("kernel"), recollect.policies.save_random),
+    }[way]
+    region = recollect.checkpoint(net, policy=policy)
+    for seed in range(3):
+        x = torch.randn(4, requires_grad=True)
+        plain = gradients(lambda: net(x).sum(), [x], seed=seed)  # noqa: B023
+        Kernel.launches = 0
+        assert_same(gradients(lambda: region(x).sum(), [x], seed=seed), plain)  # noqa: B023
+        assert Kernel.launches == 1
+
+
+@torch.library.custom_op("recollect_tests::scaled_sin", mutates_args=())
+def scaled_sin(x: Tensor, scale: float) -> Tensor:
+    return x.sin() * scale
+
+
+def _save_for_scaled_sin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.scale = inputs[1]
+
+
+scaled_sin.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.saved_tensors[0].cos() * ctx.scale, None), setup_context=_save_for_scaled_sin
+)
+
+
+@pytest.mark.parametrize(
+    "op", [scaled_sin, "recollect_tests::scaled_sin", torch.ops.recollect_tests.scaled_sin.default]
+)
+def test_complaint_44_custom_operators_are_kept(op: Any) -> None:
+    # The same, for a kernel that was registered as an operator.
+    def f(x: Tensor) -> Tensor:
+        return cast("Tensor", scaled_sin(x.exp(), 3.0)).tanh().sin()
+
+    policy = recollect.policies.save_ops(op if callable(op) else f"{op}.default")
+    region = recollect.checkpoint(f, policy=policy)
+    for _ in range(3):
+        x = torch.randn(4, requires_grad=True)
+        assert_same(gradients(lambda: region(x).sum(), [x]), gradients(lambda: f(x).sum(), [x]))  # noqa: B023
+        loss = region(x).sum()
+        with Operators() as operators:
+            backward(loss)
+        assert "tanh" in operators.all
+        assert "scaled_sin" not in operators.all

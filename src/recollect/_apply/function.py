@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from recollect._core.decisions import Decision
 from recollect._core.scope import override
 from recollect._core.units import count_noun
+from recollect._policy.base import PolicyLike, as_policy
 from recollect._recompute.frame import Options
 from recollect._recompute.match import Check, Matcher
 from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
+from recollect._selective.region import SelectiveRegion
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,6 +25,7 @@ T = TypeVar("T")
 def checkpoint(
     fn: Callable[P, T],
     *,
+    policy: PolicyLike | Decision | None = ...,
     name: str | None = ...,
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
@@ -33,6 +37,7 @@ def checkpoint(
 def checkpoint(
     fn: None = None,
     *,
+    policy: PolicyLike | Decision | None = ...,
     name: str | None = ...,
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
@@ -43,6 +48,7 @@ def checkpoint(
 def checkpoint(
     fn: Callable[..., Any] | None = None,
     *misplaced: Any,
+    policy: PolicyLike | Decision | None = None,
     name: str | None = None,
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,
@@ -58,6 +64,8 @@ def checkpoint(
     Args:
         fn: a function, method or module. Without it, a decorator with these options is returned.
         misplaced: nothing belongs here; the function's arguments go to the function that is returned.
+        policy: which values to keep all the same: a function from a `Site` to a `Decision`, or one of
+            `recollect.policies`. None keeps nothing.
         name: what errors and reports call the region; by default the function's name.
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
             and any `torch.Generator` among the arguments), False not to, or a collection of ``"torch"``,
@@ -76,6 +84,11 @@ def checkpoint(
     >>> recollect.checkpoint(block)(x).sum().backward()
     >>> block[0].weight.grad.shape
     torch.Size([16, 4])
+
+    With a policy, some values are kept, so that recomputation skips what made them:
+
+    >>> keep_matmuls = recollect.checkpoint(block, policy=recollect.policies.save_matmuls)
+    >>> keep_matmuls(x).sum().backward()
 
     As a decorator, with options:
 
@@ -100,14 +113,17 @@ def checkpoint(
         )
         raise TypeError(message)
     if fn is None:
-        return functools.partial(checkpoint, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
+        return functools.partial(
+            checkpoint, policy=policy, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check
+        )
     if not callable(fn):
         message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
         message += "call it as recollect.checkpoint(fn)(*args)"
         raise TypeError(message)
-    call = Region(
-        name or name_of(fn), fn, _make_options(preserve_rng=preserve_rng, early_stop=early_stop, check=check)
-    ).call
+    options = _make_options(preserve_rng=preserve_rng, early_stop=early_stop, check=check)
+    name = name or name_of(fn)
+    region = Region(name, fn, options) if policy is None else SelectiveRegion(name, fn, options, as_policy(policy))
+    call = region.call
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return call(args, kwargs)

@@ -1,21 +1,26 @@
-"""What the current thread is doing: whether it recomputes, and which settings hold around it.
+"""What the current thread is doing: whether it recomputes, who watches it, and which settings hold around it.
 
-Both live in ContextVars that are set and read within one call on one thread. Recomputation runs in a copy of the
+All live in ContextVars that are set and read within one call on one thread. Recomputation runs in a copy of the
 forward's context (`contextvars.Context`), so a nested region finds on recomputation the settings it found in forward.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING
+from types import FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from typing import Self
 
-_recomputing: ContextVar[bool] = ContextVar("recollect_recomputing", default=False)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_run: ContextVar[object | None] = ContextVar("recollect_run", default=None)
+_is_last: ContextVar[bool] = ContextVar("recollect_last_recomputation", default=False)
 
 
 def is_recomputing() -> bool:
@@ -32,12 +37,111 @@ def is_recomputing() -> bool:
     >>> calls
     [False, True]
     """
-    return _recomputing.get()
+    return _run.get() is not None
 
 
 def mark_recomputing() -> None:
-    """Say that this context recomputes; call it only inside a copied context, which then forgets it."""
-    _recomputing.set(True)
+    """Say that this context recomputes; call it only inside a copied context, which then forgets it.
+
+    Whoever watched forward does not watch this.
+    """
+    _run.set(object())
+    if watcher.get() is not None:
+        watcher.set(None)
+    if _is_last.get():
+        _is_last.set(False)
+
+
+current_run = _run.get
+"""What tells one recomputation from another, and from forward (None)."""
+
+
+def mark_last() -> None:
+    """Say that no recomputation of the same frame will follow; in a copied context, like `mark_recomputing`."""
+    _is_last.set(True)
+
+
+is_last_recomputation = _is_last.get
+"""Whether what was kept for the running recomputation may go as it is used."""
+
+
+class Watcher(Protocol):
+    """Whoever runs a region under a policy: is told of the names that the function gives."""
+
+    def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a named block, or give what was kept of it."""
+
+    def see_named(self, name: str, value: Any) -> None:
+        """A value was given a name."""
+
+
+watcher: ContextVar[Watcher | None] = ContextVar("recollect_watcher", default=None)
+
+_current_watcher = watcher.get
+
+
+def region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Give a function a name inside models: policies can keep it whole, and reports show it.
+
+    Called outside of a checkpointed region, or where no policy speaks of the name, the function runs as it is.
+
+    Args:
+        name: what `recollect.policies.save_names` and reports call it.
+
+    >>> import torch, recollect
+    >>> @recollect.region("attn")
+    ... def attention(q, k, v):
+    ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> def block(x):
+    ...     return attention(x, x, x).sin()
+    >>> x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    >>> keep = recollect.policies.save_names("attn")
+    >>> recollect.checkpoint(block, policy=keep)(x).sum().backward()
+    """
+    _check_name("region", name)
+
+    def transform(fn: Callable[P, T]) -> Callable[P, T]:
+        def named(*args: P.args, **kwargs: P.kwargs) -> T:
+            current = _current_watcher()
+            if current is None:
+                return fn(*args, **kwargs)
+            result: T = current.call_named(name, fn, args, kwargs)
+            return result
+
+        named.__wrapped__ = fn  # type: ignore[attr-defined]
+        if isinstance(fn, FunctionType):
+            named.__name__, named.__qualname__ = fn.__name__, fn.__qualname__
+            named.__module__, named.__doc__ = fn.__module__, fn.__doc__
+        return named
+
+    return transform
+
+
+def name(value: T, name: str) -> T:
+    """Give a tensor a name inside models and return it: policies can keep it, and reports show it.
+
+    Args:
+        value: a tensor made inside a region.
+        name: what `recollect.policies.save_names` and reports call it.
+
+    >>> import torch, recollect
+    >>> def block(x):
+    ...     q = recollect.name(x @ x, "q")
+    ...     return q.sin().exp()
+    >>> x = torch.randn(4, 4, requires_grad=True)
+    >>> recollect.checkpoint(block, policy=recollect.policies.save_names("q"))(x).sum().backward()
+    """
+    _check_name("name", name)
+    current = _current_watcher()
+    if current is not None:
+        current.see_named(name, value)
+    return value
+
+
+def _check_name(function: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        message = f"recollect.{function} needs a name, a text that is not empty; it was given {name!r}"
+        raise TypeError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

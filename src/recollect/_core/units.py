@@ -1,8 +1,19 @@
-"""How numbers are written for people."""
+"""How numbers are written for people, and read from them."""
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
 _PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
+}
+_BY_LOWER_CASE = {unit.lower(): size for unit, size in _UNITS.items()}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII)
 
 
 def format_bytes(count: int) -> str:
@@ -19,6 +30,52 @@ def format_bytes(count: int) -> str:
             return f"{value:.2f} {prefix}"
         value /= 1024
     raise AssertionError
+
+
+def parse_bytes(size: int | str) -> int:
+    """Read a number of bytes: a whole number, or text with a decimal (KB, MB, ...) or binary (KiB, MiB, ...) unit.
+
+    Case does not matter. Text that does not come to whole bytes is rounded.
+
+    Raises:
+        ValueError: the text has no such form, or the number is negative.
+        TypeError: it is neither a whole number nor text.
+
+    >>> parse_bytes(512), parse_bytes("1MiB"), parse_bytes("2.5 GB"), parse_bytes("512kb")
+    (512, 1048576, 2500000000, 512000)
+    >>> parse_bytes("1 mile")
+    Traceback (most recent call last):
+    ...
+    ValueError: size '1 mile': expected bytes as a whole number, or as text like '512 KB' or '1.5 GiB'
+    """
+    expected = "expected bytes as a whole number, or as text like '512 KB' or '1.5 GiB'"
+    if isinstance(size, str):
+        found = _SIZE.fullmatch(size)
+        unit = _BY_LOWER_CASE.get(found[2].lower()) if found else None
+        if found is None or unit is None:
+            message = f"size {size!r}: {expected}"
+            raise ValueError(message)
+        rounded: int = round(Fraction(found[1]) * unit)
+        return rounded
+    if isinstance(size, bool) or not isinstance(size, int):
+        message = f"size {size!r}: {expected}"
+        raise TypeError(message)
+    if size < 0:
+        message = f"size {size}: a number of bytes is not negative"
+        raise ValueError(message)
+    return size
+
+
+def exact_bytes(count: int) -> int | str:
+    """Write a number of bytes in the largest unit that loses nothing, so that `parse_bytes` reads it back.
+
+    >>> exact_bytes(100), exact_bytes(3 * 2**29), exact_bytes(2_500_000_000)
+    (100, '1536MiB', '2500MB')
+    """
+    for unit, size in sorted(_UNITS.items(), key=lambda item: -item[1]):
+        if count and size > 1 and count % size == 0:
+            return f"{count // size}{unit}"
+    return count
 
 
 def count_noun(count: int, noun: str) -> str:

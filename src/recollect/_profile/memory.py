@@ -64,7 +64,7 @@ class LiveBytes:
             what: A tensor, a module, or several of them. A module stands for its parameters and buffers; parameters
                 and other leaf tensors bring along the gradient they have now.
         """
-        self._tally.note(outputs=[found for tensor in _tensors_of(what) for found in _storages(tensor)], inputs=())
+        self._tally.note(outputs=[found for tensor in _tensors_of(what) for found in storages_of(tensor)], inputs=())
 
     def __enter__(self) -> Self:
         watch = _Watch(self._tally)
@@ -256,7 +256,7 @@ def _storages_in(value: Any) -> list[Found]:
     while pending:
         part = pending.pop()
         if isinstance(part, Tensor):
-            found.extend(_storages(part))
+            found.extend(storages_of(part))
         elif isinstance(part, (tuple, list)):
             pending.extend(part)
         elif isinstance(part, dict):
@@ -264,14 +264,14 @@ def _storages_in(value: Any) -> list[Found]:
     return found
 
 
-def _storages(tensor: Tensor) -> list[Found]:
+def storages_of(tensor: Tensor) -> list[Found]:
     """The storages one tensor is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [found for name in names for found in _storages(getattr(tensor, name))]
+        return [found for name in names for found in storages_of(getattr(tensor, name))]
     if tensor.device.type == "meta":
         return []
     try:
         return [(tensor.untyped_storage(), tensor.device)]
     except NotImplementedError:  # sparse, or opaque (oneDNN's own layout, whose bytes cannot be asked for)
-        return [found for part in sparse_parts(tensor) for found in _storages(part)]
+        return [found for part in sparse_parts(tensor) for found in storages_of(part)]

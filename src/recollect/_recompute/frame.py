@@ -27,7 +27,7 @@ from torch import Tensor
 
 from recollect._core.errors import ChangedInputError, CheckpointError
 from recollect._core.pytree import Arguments
-from recollect._core.scope import current_settings
+from recollect._core.scope import current_settings, mark_last
 from recollect._core.torch_private.ambient import function_mode_depth, quietly, without_function_modes
 from recollect._core.torch_private.engine import (
     ENGINE_CODE,
@@ -62,12 +62,11 @@ class StopRecomputation(Exception):  # noqa: N818 (not an error)
 
 
 def observe(tensor: Tensor, evidence: Evidence | None, log: OpLog | None) -> None:
-    """A tensor is being saved: tell the log, then keep evidence, unseen by the log."""
+    """A tensor is being saved: tell the log, then keep evidence."""
     if log is not None:
         log.note_saved(tensor)
     if evidence is not None:
-        with log.paused() if log is not None else nullcontext():
-            evidence.note(tensor)
+        evidence.note(tensor)
 
 
 def read_meta(tensor: Tensor) -> Meta:
@@ -124,7 +123,7 @@ class Frame:
         self.fn: Callable[..., Any] | None = fn
         self.options = options
         self.slots: list[ref[Slot]] = []
-        self.metas: list[Meta] = []
+        self.metas: list[Meta | None] = []  # None: not noted
         self.is_open = True
         self.was_filled = self.keeps_graph = False
         # By create_graph: a node of the region then stands in two graphs, and a pass may run it, and read, twice.
@@ -169,27 +168,35 @@ class Frame:
         exact = options.matcher.values is not None
         assert self.fn is not None
         around = self.around = Surroundings(name, self.fn, arguments, options.preserve, exact=exact)
-        arguments.leaves = []
         try:
-            self.contexts = self._make_contexts(explain=settings.explain)
+            self.contexts = self._make_contexts(arguments, explain=settings.explain)
         except BaseException:
             around.abandon()
             raise
+        arguments.leaves = []
         return self._observing(self.pack()) if exact or self.log is not None else self.pack()
 
-    def _make_contexts(self, *, explain: bool | None) -> list[AbstractContextManager[Any]] | None:
+    def _make_contexts(self, arguments: Arguments, *, explain: bool | None) -> list[AbstractContextManager[Any]] | None:
         """What forward runs under."""
         name, options, around = self.name, self.options, self.around
         contexts: list[AbstractContextManager[Any]] = []
         if around.is_captured:
             contexts.append(around.forward())
-        if options.contexts is not None:
-            forward, self.recompute_context = _checked_contexts(name, options.contexts())
+        sides = self._make_sides(arguments)
+        if sides is not None:
+            forward, self.recompute_context = _checked_contexts(name, sides)
             contexts.append(forward)
         if options.explain if explain is None else explain:
             self.log = OpLog(name)
             contexts.append(self.log)
         return contexts or None
+
+    def _make_sides(
+        self, arguments: Arguments
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
+        """What the region's options put around forward and around recomputation."""
+        del arguments
+        return None if self.options.contexts is None else self.options.contexts()
 
     def _observing(self, pack: Callable[[Tensor], Slot]) -> Callable[[Tensor], Slot]:
         """The pack hook of a region that also keeps evidence of values, or a log."""
@@ -362,7 +369,7 @@ class Frame:
         self.keeps_graph = group is not None or pass_keeps_graph()
         self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
         try:
-            self._run(last=last, stops_early=self.stops_early or self.is_open)
+            self._run(last=last, stops_early=self.stops_early or self.is_open, is_last=self._is_last())
         except BaseException:
             self._empty()  # else the next pass would take what a failed recomputation made
             raise
@@ -374,7 +381,7 @@ class Frame:
         if group is not None:
             group.filled(self)
         elif self.inputs is not None:
-            when_pass_ends(_Expiry(self, key))
+            when_pass_ends(Expiry(self, key))
 
     def _keep(self) -> None:
         """Where the graph is kept, slots outlive their nodes: each value must be handed over, see `fetch`."""
@@ -396,12 +403,16 @@ class Frame:
         self.outputs_seen = (pass_id, count + 1 if seen_in == pass_id else 1)
         self._release_if_last()
 
-    def _release_if_last(self) -> None:
-        """Let the inputs go if this pass has recomputed, frees the graph and reaches every output."""
-        if self.keeps_graph or self.filled_by is None or self.is_differentiated or pass_is_partial():
-            return
+    def _is_last(self) -> bool:
+        """Whether the running pass frees the graph and reaches every output: no recomputation follows its own."""
+        if self.keeps_graph or self.is_differentiated or pass_is_partial():
+            return False
         seen_in, count = self.outputs_seen
-        if self.outputs == 1 or (count == self.outputs and seen_in == self.filled_by):
+        return self.outputs == 1 or (count == self.outputs and seen_in == current_pass())
+
+    def _release_if_last(self) -> None:
+        """Let the inputs go if this pass has recomputed and no other will."""
+        if self.filled_by is not None and self._is_last():
             self._release()
 
     def _release(self) -> None:
@@ -417,12 +428,12 @@ class Frame:
         if self.inputs is not None:
             self._empty()
 
-    def _run(self, *, last: int, stops_early: bool) -> None:
+    def _run(self, *, last: int, stops_early: bool, is_last: bool = False) -> None:
         """Run the function again up to saved tensor `last` and fill the live slots."""
         assert self.inputs is not None, "inputs go only when every live slot has its value"
         leaves = self.inputs.materialise(self.name)
         recorder = self.options.matcher.recorder(self, last=last, stops_early=stops_early, leaves=leaves)
-        self.around.rerun(self._call, leaves, recorder.pack(), recorder.log)
+        self.around.rerun(self._call, leaves, recorder.pack(), recorder.log, is_last)
         recorder.conclude()
 
     def log_again(self, leaves: list[Any]) -> OpLog:
@@ -437,7 +448,13 @@ class Frame:
             self.around.rerun(self._call, leaves, pack, log)
         return log
 
-    def _call(self, leaves: list[Any], pack: Callable[[Tensor], Any], log: OpLog | None) -> None:
+    def _call(
+        self,
+        leaves: list[Any],
+        pack: Callable[[Tensor], Any],
+        log: OpLog | None,
+        is_last: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
         """Call the function under these hooks; it may be stopped."""
         assert self.inputs is not None
         assert self.fn is not None
@@ -446,6 +463,8 @@ class Frame:
             if self.recompute_context is None and log is None:
                 self.inputs.call(self.fn, leaves)
             else:
+                if is_last:
+                    mark_last()
                 with self.recompute_context or nullcontext(), log or nullcontext():
                     self.inputs.call(self.fn, leaves)
         except StopRecomputation:
@@ -453,8 +472,12 @@ class Frame:
         finally:
             pop_hooks()
 
+    def held_tensors(self) -> list[tuple[str, Any]]:
+        """What the frame itself holds: what each is, and the tensor or what enclosing hooks gave for it."""
+        return [] if self.inputs is None else self.inputs.held_tensors()
 
-class _Expiry:
+
+class Expiry:
     """Callback at the end of a pass; holds the frame weakly, so that it can die before."""
 
     __slots__ = ("_frame", "_key")

@@ -89,6 +89,10 @@ class Inputs:
         """Whether enclosing hooks hold the tensors, so that they come back as other objects."""
         return self._unpack is not None
 
+    def held_tensors(self) -> list[tuple[str, Any]]:
+        """Each tensor argument, as its caller wrote it, with the tensor or what enclosing hooks gave for it."""
+        return [(self._arguments.describe(index), self._held[index]) for index in self._arguments.tensors]
+
     def settle(self) -> None:
         """At exit: see whether the function wrote into tensors that enclosing hooks now hold, and let those go."""
         if self._originals is not None:

@@ -141,7 +141,7 @@ class Recorder:
         modules = frame.around.modules
         if modules is not None and modules.is_watching:
             return False
-        if constant != last - 1 or constant < 0 or frame.metas[constant] != (*meta[:3], 0):
+        if constant != last - 1 or constant < 0 or frame.metas[constant] not in (None, (*meta[:3], 0)):
             return True
         slot = frame.slots[constant]()
         noise = slot.value if slot is not None else None
@@ -154,7 +154,10 @@ class Recorder:
 
     def _compare(self, index: int, meta: Meta, tensor: Tensor) -> None:
         """The metadata differ: note how, if it is more than the version of a tensor that may have another one."""
-        *was, version = self._frame.metas[index]
+        noted = self._frame.metas[index]
+        if noted is None:
+            return
+        *was, version = noted
         *now, version_now = meta
         if was == now:
             # Only of a parameter that the search for modules missed does the version tell anything: a tensor made

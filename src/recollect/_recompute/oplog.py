@@ -5,37 +5,17 @@ Used to explain a mismatch: it costs some tens of microseconds per operator and 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from types import FrameType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._recompute.places import Place, Places
 
-_OURS = str(PurePath(__file__).parents[1])
-_TORCH = str(PurePath(torch.__file__).parent)
-_CONTEXT_LINES = 4
 _IGNORED = frozenset({"aten.detach", "aten.lift_fresh"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where in the user's code an operator runs."""
-
-    module: str
-    line: str
-    stack: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Where, to follow the name of an operator: `` in layers.3.mlp, model.py:41``."""
-        return f"{f' in {self.module}' if self.module else ''}{f', {self.line}' if self.line else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +40,7 @@ class Entry:
 def describe_tensor(tensor: Tensor) -> str:
     """Write a tensor's dtype and shape.
 
+    >>> import torch
     >>> describe_tensor(torch.zeros(8, 16))
     'float32[8, 16]'
     """
@@ -75,13 +56,11 @@ class OpLog(DispatchMode):
 
     def __init__(self, root: str) -> None:
         super().__init__()
-        self._root = root
-        self._names: dict[int, str] = {}
+        self._places = Places(root)
         self.entries: list[Entry] = []
         self.saved: list[tuple[int, str]] = []
         self._unplaced: list[tuple[int, Tensor]] = []
         self._last_made: list[int] = []
-        self._is_paused = False
 
     def __torch_dispatch__(
         self,
@@ -93,10 +72,10 @@ class OpLog(DispatchMode):
         """Run the operator and log it."""
         kwargs = kwargs or {}
         name = _op_name(func)
-        if self._is_paused or name in _IGNORED:
+        if name in _IGNORED:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        place = self._place()
+        place = self._places.find(1)
         for index, tensor in self._unplaced:
             if any(tensor is other for other in tensors):
                 self.saved[index] = (len(self.entries), "input of")
@@ -121,15 +100,6 @@ class OpLog(DispatchMode):
             self._unplaced.append((len(self.saved), tensor))
             self.saved.append((len(self.entries), "saved before"))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Log nothing inside."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
     def locate(self, index: int) -> str:
         """Say where saved tensor `index` is made: ``input of aten.mul in layers.3.mlp, model.py:41``."""
         if index >= len(self.saved) or not self.entries:
@@ -144,35 +114,6 @@ class OpLog(DispatchMode):
         """Stop logging and let go of the tensors still waiting for their operator."""
         super().__exit__(*error)
         self._unplaced.clear()
-
-    def _place(self) -> Place:
-        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
-        modules: list[nn.Module] = []
-        stack: list[str] = []
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == "_call_impl" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
-                modules.append(owner)
-            elif code.co_filename.startswith(_OURS):
-                if code.co_filename.endswith(("frame.py", "region.py")):
-                    break
-            elif not code.co_filename.startswith(_TORCH) and len(stack) < _CONTEXT_LINES:
-                stack.append(f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
-            frame = frame.f_back
-        line = stack[0].split(" in ")[0] if stack else ""
-        return Place(module=self._path(modules[::-1]), line=line, stack=tuple(stack))
-
-    def _path(self, modules: list[nn.Module]) -> str:
-        if not modules:
-            return ""
-        innermost = modules[-1]
-        known = self._names.get(id(innermost))
-        if known is not None:
-            return known
-        for name, module in modules[0].named_modules():
-            path = f"{self._root}.{name}" if name else self._root
-            self._names.setdefault(id(module), path)
-        return self._names.get(id(innermost), type(innermost).__name__)
 
 
 def _op_name(func: Callable[..., Any]) -> str:

@@ -133,6 +133,19 @@ class _NumpySource:
 
 
 _CPU = _StateSource(torch.default_generator)
+
+
+def sources_by_request(kinds: frozenset[str]) -> list[Source]:
+    """Generators other than torch's that a caller asked to preserve."""
+    sources: list[Source] = [_PYTHON] if "python" in kinds else []
+    return [*sources, _NUMPY] if "numpy" in kinds and "numpy" in sys.modules else sources
+
+
+def source_of_cpu() -> Source:
+    """The way to read the default CPU generator."""
+    return _CPU
+
+
 _read_cpu = torch.default_generator.get_state
 _CPU_BYTES = _read_cpu().numel()
 
@@ -309,9 +322,14 @@ class RngState:
             self._others = [entry for entry in self._others if not entry[0].same(entry[1], entry[0].read())]
         return None if self._cpu is None and not self._others else self
 
+    @property
+    def entries(self) -> list[tuple[Source, Any]]:
+        """The generators, and where they stood at entry."""
+        return self._others if self._cpu is None else [(_CPU, self._cpu), *self._others]
+
     def restore(self) -> list[tuple[Source, Any]]:
         """Before recomputation: set every generator as it was at entry; gives back where they stood."""
-        entries = self._others if self._cpu is None else [(_CPU, self._cpu), *self._others]
+        entries = self.entries
         now = [(source, source.read()) for source, _ in entries]
         try:
             for source, state in entries:

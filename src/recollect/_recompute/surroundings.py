@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
 from recollect._recompute.modules import ModuleState
-from recollect._recompute.rng import RngState, put_back
+from recollect._recompute.rng import RngState, Source, put_back
 from recollect._recompute.search import find_modules
 
 T = TypeVar("T")
@@ -54,6 +54,19 @@ class Surroundings:
     def is_captured(self) -> bool:
         """Whether forward must run under something."""
         return self._rng is not None and self._rng.around_forward is not None
+
+    @property
+    def draws(self) -> bool:
+        """After `settle`: whether the function moved a generator."""
+        return self._rng is not None
+
+    def moved_states(self) -> list[tuple[Source, Any]]:
+        """After `settle`: the generators that the function moved, and where they stood at entry."""
+        return [] if self._rng is None else self._rng.entries
+
+    def restore_ambient(self) -> ExitStack | None:
+        """Set the ambient state alone as it was; gives what puts it back, None if it stands so."""
+        return self._ambient.restore()
 
     def settle(self) -> None:
         """At exit: let go of what the function turned out not to need."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.engine import next_sequence, sequence_of
 
 _CHUNK = 1 << 20
@@ -105,7 +106,7 @@ class Evidence:
         self._waiting.clear()
 
     def _keep(self, index: int, tensor: Tensor) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), without_dispatch_modes():  # a policy or a counter around must not see these
             kept = self.kept[index] = self._check.evidence(tensor)
         if not self._check.is_bitwise:
             self.host_bytes += kept.untyped_storage().nbytes()

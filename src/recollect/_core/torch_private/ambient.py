@@ -13,10 +13,12 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 _C = torch._C
 
@@ -48,7 +50,7 @@ def read_state() -> State:
     """The state as it stands. Written out: it runs twice per region."""
     return (
         (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None,
-        _read_modes() if function_mode_depth() else None,
+        _read_modes(ours=False) or None if function_mode_depth() else None,
         _R0(),
         _R1(),
         _R2(),
@@ -61,7 +63,7 @@ def read_state() -> State:
 def put_state(state: State) -> Callable[[], None]:
     """Put a state in force; gives the function that puts back what was there."""
     cache = (parametrize._cache_enabled, parametrize._cache)
-    modes = _read_modes()
+    modes = _read_modes(ours=True)
     switches = [read() for read, _ in _SWITCHES]
 
     def put_back() -> None:
@@ -76,8 +78,22 @@ def put_state(state: State) -> Callable[[], None]:
     return put_back
 
 
-def _read_modes() -> tuple[Any, ...]:
-    return tuple(_C._get_function_stack_at(i) for i in range(function_mode_depth()))
+class FunctionMode(TorchFunctionMode):
+    """The base class of our own torch-function modes, which no recomputation runs under."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
+
+
+def _read_modes(*, ours: bool) -> tuple[Any, ...]:
+    modes = (_C._get_function_stack_at(i) for i in range(function_mode_depth()))
+    return tuple(mode for mode in modes if ours or not isinstance(mode, FunctionMode))
 
 
 def _put_modes(modes: tuple[Any, ...]) -> None:

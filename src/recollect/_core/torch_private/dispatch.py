@@ -1,18 +1,21 @@
 """The base class for modes that see every operator, in forward, in recomputation and on autograd's threads.
 
-Private name: `torch.utils._python_dispatch.TorchDispatchMode`, and two of its class methods, overridden below.
+Private names: `torch.utils._python_dispatch.TorchDispatchMode`, and two of its class methods, overridden below; the
+guard by which an alias made inside a mode shares its version counter.
 Replaced by: a public dispatch mode, once torch exports one (`torch.overrides.TorchFunctionMode` is no substitute: it
 does not see the operators of backward).
 Run on: torch 2.11 (CUDA), 2.13 (CPU).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import _C, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["DispatchMode"]
+__all__ = ["DispatchMode", "alias_with_version", "without_dispatch_modes"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -58,3 +61,14 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """Run the operator unchanged."""
         return func(*args, **(kwargs or {}))
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """A context in which no dispatch mode of anybody sees an operator."""
+    return _disable_current_modes()
+
+
+def alias_with_version(tensor: Tensor) -> Tensor:
+    """Another tensor on the same memory that sees writes into it by its version; to be called inside a mode."""
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):  # noqa: FBT003
+        return tensor.detach()

@@ -1,0 +1,44 @@
+"""What an operator's schema says: which arguments it writes, whether its results are views of them, its tags and name.
+
+Private name: `OpOverload._schema`, and the alias information in it.
+Replaced by: a public schema object on `torch.ops` overloads.
+Run on: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+__all__ = ["HigherOrderOperator", "OpOverload", "gives_alias", "is_random", "name_of_op", "written_arguments"]
+
+
+def name_of_op(func: Any) -> str:
+    """The operator's name with its overload, ``aten.mm.default``; a higher-order operator's own name."""
+    if isinstance(func, OpOverload):
+        return str(func)
+    name = getattr(func, "name", None)
+    return str(name()) if callable(name) else str(func)
+
+
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that the operator writes into."""
+    if not isinstance(func, OpOverload):
+        return ()
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append((position, argument.name))
+    return tuple(found)
+
+
+def gives_alias(func: Any) -> bool:
+    """Whether a result is declared to share memory with an argument: a view, or an argument written in place."""
+    return isinstance(func, OpOverload) and any(result.alias_info is not None for result in func._schema.returns)
+
+
+def is_random(func: Any) -> bool:
+    """Whether the operator draws from a generator."""
+    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags

@@ -1,0 +1,1 @@
+"""Policies: functions from a site to a decision, made to be combined."""

@@ -1,0 +1,214 @@
+"""What a policy is: a function from a site to a decision, and what the engine may ask one of the catalogue besides."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import FunctionType, MethodType
+from typing import Any
+
+from recollect._core.decisions import Decision, Site
+
+PolicyLike = Callable[[Site], Decision] | Decision
+"""Any function of a site, or one decision for all. Those of the catalogue are `Policy` objects, which can say more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision, and the words of the rule that made it."""
+
+    decision: Decision
+    by: str
+
+
+class Policy(ABC):
+    """A policy of the catalogue: frozen, compared by value, and silent (None) about sites it has nothing to say of.
+
+    The engine asks `judge` once per site. Whole module calls, `recollect.region` blocks and named values are asked
+    about by `keeps_module` and `keeps_name`, before their operators run; what is kept whole has no sites inside.
+    """
+
+    @abstractmethod
+    def judge(self, site: Site) -> Verdict | None:
+        """What happens to the value made at this site; None to leave it to others."""
+
+    @property
+    def sees_ops(self) -> bool:
+        """Whether it must be asked about single operators."""
+        return True
+
+    @property
+    def keeps_defaults(self) -> bool:
+        """Whether routing results and activation collectives are kept although no rule says so."""
+        return True
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its rules in words, as verdicts name them: those that match nothing in a step are warned about."""
+        return ()
+
+    @property
+    def answers_all(self) -> bool:
+        """Whether it has an answer for every site, so that what comes after it is never asked."""
+        return False
+
+    @property
+    def functions(self) -> tuple[type, ...]:
+        """The subclasses of `torch.autograd.Function` that it goes by, each seen as one operator of its own name."""
+        return ()
+
+    def keeps_module(self, path: str, module: Any) -> str | None:
+        """The words of the rule by which a module's calls are kept whole; None if none does."""
+        del path, module
+        return None
+
+    def keeps_name(self, name: str) -> str | None:
+        """The words of the rule by which a named block or value is kept; None if none does."""
+        del name
+        return None
+
+    def check_modules(self, paths: dict[str, Any]) -> None:
+        """Refuse patterns that match none of the region's modules.
+
+        Raises:
+            ValueError: one matches nothing; it says what is near.
+        """
+        del paths
+
+    def within(self, region: str) -> Policy:
+        """The policy as it stands for one region."""
+        del region
+        return self
+
+    def __call__(self, site: Site) -> Decision:
+        """Decide: as a plain function would."""
+        verdict = self.judge(site)
+        return Decision.RECOMPUTE if verdict is None else verdict.decision
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class FunctionPolicy(Policy):
+    """A user's own function of a site. Two are the same if their functions are one object."""
+
+    fn: Callable[[Site], Decision]
+
+    @property
+    def answers_all(self) -> bool:
+        """A function has no way to leave a site to others."""
+        return True
+
+    def judge(self, site: Site) -> Verdict:
+        """What the function says.
+
+        Raises:
+            TypeError: it says something else than a decision.
+        """
+        decision = self.fn(site)
+        if not isinstance(decision, Decision):
+            message = (
+                f"policy {self} answered {decision!r} for {site.op} in region {site.region!r}, which is no decision.\n"
+                "Return recollect.Decision.SAVE or recollect.Decision.RECOMPUTE, in every branch of the function."
+            )
+            raise TypeError(message)
+        return Verdict(decision, by=repr(self))
+
+    def __repr__(self) -> str:
+        return name_function(self.fn)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionPolicy) and identify(self.fn) == identify(other.fn)
+
+    def __hash__(self) -> int:
+        return hash(identify(self.fn))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DecisionPolicy(Policy):
+    """One decision for every site."""
+
+    decision: Decision
+
+    @property
+    def sees_ops(self) -> bool:
+        """Operators are recomputed without being asked about."""
+        return self.decision is not Decision.RECOMPUTE
+
+    @property
+    def answers_all(self) -> bool:
+        """Nothing is left to others."""
+        return True
+
+    def judge(self, site: Site) -> Verdict:
+        """The decision."""
+        del site
+        return Verdict(self.decision, by=repr(self))
+
+    def __repr__(self) -> str:
+        return f"Decision.{self.decision.name}"
+
+
+def as_policy(policy: PolicyLike) -> Policy:
+    """What the engine can ask: a policy of the catalogue as it is, a function or a decision wrapped into one.
+
+    Raises:
+        TypeError: it is none of these.
+
+    >>> def keep_first(site):
+    ...     return Decision.SAVE if site.call == 0 else Decision.RECOMPUTE
+    >>> as_policy(keep_first).judge(Site(region="block", op="aten.mm.default"))
+    Verdict(decision=<Decision.SAVE: 'save'>, by='keep_first')
+    >>> as_policy("matmuls")
+    Traceback (most recent call last):
+    ...
+    TypeError: expected a policy: one of recollect.policies, a function from a recollect.Site to a recollect.Decision,
+    or a recollect.Decision; not str 'matmuls'
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, Decision):
+        return DecisionPolicy(policy)
+    expected = (
+        "expected a policy: one of recollect.policies, a function from a recollect.Site to a recollect.Decision, or a "
+        "recollect.Decision; not "
+    )
+    if isinstance(policy, list | tuple | set | frozenset | dict):
+        message = (
+            f"{expected}{type(policy).__name__} {policy!r}.\n"
+            "Several policies are joined by policies.first_match(...), operators are kept by policies.save_ops(...), "
+            "regions are told apart by policies.per_region({...})."
+        )
+        raise TypeError(message)
+    if not callable(policy):
+        message = f"{expected}{type(policy).__name__} {policy!r}"
+        raise TypeError(message)
+    if getattr(policy, "__annotations__", {}).get("return") in ("Policy", Policy):
+        message = f"{name_function(policy)} makes a policy and is none itself: call it"
+        raise TypeError(message)
+    if isinstance(policy, type):
+        message = f"{expected}the class {policy.__name__}"
+        raise TypeError(message)
+    return FunctionPolicy(policy)
+
+
+def name_function(fn: Callable[..., Any]) -> str:
+    """What to call a user's function in reports: its name, and for a lambda where it is written.
+
+    >>> name_function(as_policy), name_function(functools.partial(as_policy))
+    ('as_policy', 'as_policy')
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, FunctionType) and fn.__name__ == "<lambda>":
+        return f"<lambda at {PurePath(fn.__code__.co_filename).name}:{fn.__code__.co_firstlineno}>"
+    return str(getattr(fn, "__name__", None) or type(fn).__name__)
+
+
+def identify(fn: Callable[..., Any]) -> tuple[int, ...]:
+    """What two functions have in common if and only if they are the same one, whatever their ``==`` says.
+
+    A bound method is made anew at each access, and is told by its function and its owner.
+    """
+    return (id(fn.__func__), id(fn.__self__)) if isinstance(fn, MethodType) else (id(fn),)

@@ -1,0 +1,105 @@
+"""Patterns over dotted paths (modules, regions, names), and what to suggest where one matches nothing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+
+_REGEX = "re:"
+_SHOWN = 5
+_ALIKE = 0.6
+
+
+def compile_pattern(text: str) -> Callable[[str], bool]:
+    r"""Make the test that a path passes if all of it matches.
+
+    A glob, in which ``*`` and ``?`` stay within one dotted part, ``[abc]`` and ``[!abc]`` stand for one character, and
+    ``**`` crosses parts: in place of a part it stands for any number of them, at the end for at least one. Or ``re:``
+    and a regular expression.
+
+    Raises:
+        ValueError: the text is empty or not a regular expression.
+        TypeError: it is no text.
+
+    >>> in_layer = compile_pattern("layers.*")
+    >>> in_layer("layers.0"), in_layer("layers.0.attn"), in_layer("layers")
+    (True, False, False)
+    >>> attention = compile_pattern("**.attn")
+    >>> attention("attn"), attention("layers.0.attn"), attention("layers.0.attn.q")
+    (True, True, False)
+    >>> early = compile_pattern(r"re:layers\.[0-7]")
+    >>> early("layers.7"), early("layers.70")
+    (True, False)
+    """
+    if not isinstance(text, str):
+        message = f"expected a pattern as text, not {type(text).__name__} {text!r}"
+        raise TypeError(message)
+    if not text.removeprefix(_REGEX):
+        message = f"pattern {text!r} is empty; '**' matches every path"
+        raise ValueError(message)
+    try:
+        regex = re.compile(text.removeprefix(_REGEX) if text.startswith(_REGEX) else _translate(text))
+    except re.error as error:
+        message = f"pattern {text!r} is not a {'regular expression' if text.startswith(_REGEX) else 'pattern'}: {error}"
+        raise ValueError(message) from None
+    return lambda path: regex.fullmatch(path) is not None
+
+
+def _translate(glob: str) -> str:
+    """The regular expression of a glob."""
+    *inner, last = glob.split(".")
+    pieces = [r"(?:[^.]+\.)*" if part == "**" else _translate_part(part) + r"\." for part in inner]
+    return "".join([*pieces, ".+" if last == "**" else _translate_part(last)])
+
+
+def _translate_part(part: str) -> str:
+    """The regular expression of a glob's part; a lone ``*`` matches no empty part."""
+    if part == "*":
+        return "[^.]+"
+    pieces = []
+    for piece in re.findall(r"\*\*|\*|\?|\[!?[^\]]+\]|.", part, re.DOTALL):
+        if piece == "**":
+            pieces.append(".*")
+        elif piece == "*":
+            pieces.append("[^.]*")
+        elif piece == "?":
+            pieces.append("[^.]")
+        elif len(piece) > 1:
+            inside = piece[1:-1].replace("\\", r"\\").replace("[", r"\[").replace("^", r"\^")
+            pieces.append(f"[^.{inside[1:]}]" if inside.startswith("!") else f"[{inside}]")
+        else:
+            pieces.append(re.escape(piece))
+    return "".join(pieces)
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that read most like this one, the most alike first.
+
+    >>> nearest("layer.0", ["embed", "layers.0", "layers.1", "head"])
+    ['layers.0', 'layers.1']
+    """
+    name = name.removeprefix(_REGEX)
+    scores = {other: difflib.SequenceMatcher(None, other, name).ratio() for other in known}
+    near = [other for other, score in scores.items() if score >= _ALIKE]
+    return sorted(near, key=lambda other: -scores[other])[:_SHOWN]
+
+
+def nearest_paths(pattern: str, known: Iterable[str]) -> list[str]:
+    """The known paths to suggest for a pattern that matches none: those that read like it, then those of its depth.
+
+    >>> nearest_paths("blocks.*", ["embed", "head", "layers", "layers.0", "layers.1"])
+    ['layers.0', 'layers.1']
+    """
+    paths = list(dict.fromkeys(path for path in known if path))
+    same_depth = [path for path in paths if path.count(".") == pattern.count(".")]
+    return list(dict.fromkeys([*nearest(pattern, paths), *same_depth]))[:_SHOWN] or paths[:_SHOWN]
+
+
+def quote_all(names: Iterable[str]) -> str:
+    """Names as they stand in errors.
+
+    >>> quote_all(["layers.0", "head"])
+    "'layers.0', 'head'"
+    """
+    return ", ".join(map(repr, names))

@@ -1,0 +1,85 @@
+"""Where in the user's code an operator runs: the module, by path, and the source line, read off the Python stack."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import FrameType
+
+import torch
+from torch import nn
+
+_OURS = str(PurePath(__file__).parents[1])
+_TORCH = str(PurePath(torch.__file__).parent)
+_DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
+_CONTEXT_LINES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in the user's code an operator runs."""
+
+    module: str
+    line: str
+    stack: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Where, to follow the name of an operator: `` in layers.3.mlp, model.py:41``."""
+        return f"{f' in {self.module}' if self.module else ''}{f', {self.line}' if self.line else ''}"
+
+
+class Places:
+    """Finds places within one region; remembers the paths of modules it has met, by the modules' ids.
+
+    Args:
+        prefix: what stands before each path.
+        roots: the region's own modules, whose paths are `prefix` itself; by default the outermost module met.
+
+    Attributes:
+        saw_compiled: whether a place was inside a function compiled by torch.compile.
+    """
+
+    __slots__ = ("_paths", "_prefix", "saw_compiled")
+
+    def __init__(self, prefix: str = "", roots: Iterable[nn.Module] = ()) -> None:
+        self._prefix = prefix
+        self._paths: dict[int, str] = {}
+        self.saw_compiled = False
+        for root in roots:
+            self._learn(root)
+
+    def find(self, depth: int) -> Place:
+        """The place of whoever called `depth` frames above this call; stops at the region's own frames."""
+        frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
+        modules: list[nn.Module] = []
+        stack: list[str] = []
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_call_impl" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
+                modules.append(owner)
+            elif code.co_filename.startswith(_OURS):
+                if code.co_filename.endswith(("frame.py", "region.py")):
+                    break
+            elif code.co_filename.startswith(_TORCH):
+                self.saw_compiled = self.saw_compiled or code.co_filename.endswith(_DYNAMO)
+            elif len(stack) < _CONTEXT_LINES:
+                stack.append(f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
+            frame = frame.f_back
+        line = stack[0].split(" in ")[0] if stack else ""
+        return Place(module=self._path(modules), line=line, stack=tuple(stack))
+
+    def _path(self, modules: list[nn.Module]) -> str:
+        """The path of the innermost of these modules, which come innermost first."""
+        if not modules:
+            return ""
+        innermost = modules[0]
+        if id(innermost) not in self._paths:
+            self._learn(modules[-1])
+        return self._paths.get(id(innermost), type(innermost).__name__)
+
+    def _learn(self, root: nn.Module) -> None:
+        for name, module in root.named_modules():
+            path = f"{self._prefix}.{name}" if self._prefix and name else name or self._prefix
+            self._paths.setdefault(id(module), path)

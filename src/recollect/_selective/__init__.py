@@ -1,0 +1,1 @@
+"""How values that a policy keeps are held, and skipped by recomputation."""

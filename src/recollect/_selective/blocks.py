@@ -1,0 +1,293 @@
+"""Blocks that are kept whole: modules, `recollect.region` blocks, custom Functions. They need no dispatch mode.
+
+In forward a block runs with the region's saved-tensor hooks taken away, so that autograd holds what its operators save,
+and its result is kept. Recomputation is given the result and does not enter the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import Token
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.decisions import Decision
+from recollect._core.scope import Watcher, is_last_recomputation, watcher
+from recollect._core.torch_private.ambient import without_function_modes
+from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
+from recollect._recompute.rng import Source
+from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
+from recollect._selective.ledger import Ledger, Line, bytes_of
+from recollect._selective.operators import tensors_in
+from recollect._selective.take import Take
+from recollect._selective.tape import Tape
+from recollect._selective.taps import Tap, close_taps, open_taps, tap_function, tap_module
+from recollect._selective.watch import AgainWatch, Counter, ForwardWatch, Shelf
+
+Block = tuple[str, str]
+"""What kind of block it is, and its path or name."""
+
+_ONE = [True]
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+class Wanted:
+    """The blocks that a policy wants whole in one region: modules by identity, and taps to see their calls."""
+
+    __slots__ = ("modules", "taps")
+
+    def __init__(self, modules: list[tuple[nn.Module, str, str]], functions: Sequence[type]) -> None:
+        self.modules = {id(module): (("module", path), by) for module, path, by in modules}
+        self.taps: list[Tap] = [tap_module(module) for module, _, _ in modules]
+        self.taps += [tap_function(function) for function in functions]
+
+
+class _Side:
+    """What forward and recomputation have in common: the watcher of one run of the function."""
+
+    __slots__ = ("_counter", "_hooks", "_is_inside", "_tokens", "_wanted", "shelf")
+
+    def __init__(self, shelf: Shelf, wanted: Wanted) -> None:
+        self.shelf, self._wanted = shelf, wanted
+        self._counter = Counter()
+        self._hooks: Hooks | None = None
+        self._is_inside = False
+        self._tokens: list[Token[Watcher | None]] = []
+
+    def _begin(self, own: Watcher) -> None:
+        self._hooks = top_hooks(True)  # noqa: FBT003
+        self._counter = Counter()
+        open_taps(self._wanted.taps)
+        self._tokens.append(watcher.set(own))
+
+    def _end(self) -> None:
+        watcher.reset(self._tokens.pop())
+        close_taps(self._wanted.taps)
+        self._hooks = None  # which lead to the frame
+
+    def _run_bare(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block without the region's saved-tensor hooks, unless others were set inside it."""
+        hooks, top = self._hooks, top_hooks(True)  # noqa: FBT003
+        if hooks is None or top is None or top[0] is not hooks[0]:
+            return call(*args, **kwargs)
+        pop_hooks()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            push_hooks(*hooks)
+
+
+class Forward(_Side):
+    """Around forward: runs blocks, keeps their results, and lets the watch see the operators outside of them."""
+
+    __slots__ = ("_around", "_generators", "_ledger", "_reads_states", "recorder", "scopes", "watch")
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        wanted: Wanted,
+        ledger: Ledger,
+        *,
+        watch: ForwardWatch | None,
+        recorder: Tape | Take | None,
+        scopes: list[str],
+        generators: Sequence[Source] = (),
+    ) -> None:
+        super().__init__(shelf, wanted)
+        self._ledger, self.watch, self.recorder, self.scopes = ledger, watch, recorder, scopes
+        # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.
+        self._around = top_hooks(True)  # noqa: FBT003
+        self._reads_states = ledger.draws is not False
+        self._generators = generators
+
+    def __enter__(self) -> Self:
+        self._begin(self)
+        if self.watch is not None:
+            self.watch.__enter__()
+        if self.recorder is not None:
+            self.recorder.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.recorder is not None:
+                self.recorder.__exit__(kind, error, trace)
+            if self.watch is not None:
+                self.watch.__exit__(kind, error, trace)
+        finally:
+            self._end()
+        if error is None:
+            self.shelf.settle(self._around)
+
+    def call_module(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module; keep its result if the policy wants it whole."""
+        found = self._wanted.modules.get(id(module))
+        if found is None or self._is_inside:
+            return call(*args, **kwargs)
+        return self._keep(*found, call, args, kwargs)
+
+    def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a named block; keep its result if the policy wants it."""
+        if self._is_inside:
+            return fn(*args, **kwargs)
+        by = self._ledger.rule_for(name)
+        if by is not None:
+            return self._keep(("region", name), by, fn, args, kwargs)
+        self.scopes.append(name)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.scopes.pop()
+
+    def call_function(
+        self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a custom Function; keep its result if the policy wants it."""
+        name = function.__name__
+        by = None if self._is_inside else self._ledger.rule_for_function(name, self._counter.next(function))
+        return call(*args, **kwargs) if by is None else self._keep(("Function", name), by, call, args, kwargs)
+
+    def see_named(self, name: str, value: Any) -> None:
+        """Keep a value that was given a name, if the policy wants it."""
+        by = None if self._is_inside or not isinstance(value, Tensor) else self._ledger.rule_for(name)
+        if by is None:
+            return
+        self._ledger.has_named_values = True
+        if self.watch is not None:
+            with without_function_modes():
+                line = self.watch.keep_maker(value)
+            if isinstance(line, Line):
+                line.decision, line.by = Decision.SAVE, f"{by}: '{name}'"
+
+    def _keep(
+        self, key: Block, by: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        line = self._ledger.blocks.get(key)
+        if line is None:
+            line = self._ledger.add_block(key, by)
+        given = tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
+        versions = [tensor._version for tensor in given]  # noqa: SLF001
+        watch, recorder = self.watch, self.recorder
+        self._is_inside = True
+        if watch is not None:
+            watch.begin_block(given)
+        if recorder is not None:
+            recorder.is_paused = True
+        try:
+            before = self._states(given, args, kwargs) if self._reads_states else []
+            result = self._run_bare(call, args, kwargs)
+            kept = self._kept(line, result)
+            if before:
+                kept.states = moved_states(before, self._states(given, args, kwargs))
+            # It writes into what it is given, where others may look; or where generators stand cannot be read.
+            kept.must_rerun = before is None or versions != [tensor._version for tensor in given]  # noqa: SLF001
+        finally:
+            self._is_inside = False
+            if watch is not None and watch.end_block():
+                line.is_impure = True
+            if recorder is not None:
+                recorder.is_paused = False
+        kept.line = line
+        kept.must_rerun = kept.must_rerun or line.is_impure or self._ledger.has_backward
+        self.shelf.calls[key, self._counter.next(key)] = kept
+        line.matched += 1
+        return result
+
+    def _states(self, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
+        return read_states([*sources_of(given, (*args, *kwargs.values())), *self._generators])
+
+    def _kept(self, line: Line, result: Any) -> KeptCall:
+        if type(result) is Tensor:
+            kept = KeptCall(line.what, [result.detach()], None)
+            if result.requires_grad:
+                kept.require_grad(_ONE)
+        else:
+            kept = KeptCall.of(line.what, result, Tensor.detach)
+            kept.require_grad(kept.flags_of(result, self._ledger.region, _PLAIN))
+        if not line.bytes:
+            line.bytes = sum(map(bytes_of, tensors_in(result)))
+        if line.is_written:
+            kept.copy_out()
+            kept.is_written = True
+        return kept
+
+
+class Again(_Side):
+    """Around recomputation: gives the results of blocks and operators that forward kept."""
+
+    __slots__ = ("_ledger", "_watch", "has_served", "knows_states")
+
+    def __init__(self, shelf: Shelf, wanted: Wanted, ledger: Ledger, *, watch: AgainWatch | None) -> None:
+        super().__init__(shelf, wanted)
+        self._ledger, self._watch = ledger, watch
+        self.knows_states = True
+        self.has_served = False
+
+    def __enter__(self) -> Self:
+        if self._watch is None:
+            self.shelf.unpack()
+        self._begin(self)
+        if self._watch is not None:
+            self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._watch is not None:
+                self._watch.__exit__(kind, error, trace)
+        finally:
+            self._end()
+
+    def call_module(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Give what was kept of a module's call."""
+        found = self._wanted.modules.get(id(module))
+        if found is None or self._is_inside:
+            return call(*args, **kwargs)
+        return self._serve(found[0], call, args, kwargs)
+
+    def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give what was kept of a named block."""
+        if self._is_inside or self._ledger.rule_for(name) is None:
+            return fn(*args, **kwargs)
+        return self._serve(("region", name), fn, args, kwargs)
+
+    def call_function(
+        self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Give what was kept of a custom Function."""
+        name = function.__name__
+        if self._is_inside or self._ledger.rule_for_function(name, self._counter.next(function)) is None:
+            return call(*args, **kwargs)
+        return self._serve(("Function", name), call, args, kwargs)
+
+    def see_named(self, name: str, value: Any) -> None:
+        """Names of values mean nothing here: their makers were kept."""
+
+    def _serve(self, key: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kept = self.shelf.take((key, self._counter.next(key)))
+        if kept is not None and self.knows_states and not kept.must_rerun:
+            if not kept.is_changed:
+                self.has_served = True
+                return kept.serve(is_last=is_last_recomputation())
+            self._ledger.blocks[key].is_written = True  # from the next call on, a copy is kept
+        watch = self._watch
+        self._is_inside = True
+        if watch is not None:
+            watch.is_paused = True
+        try:
+            return self._run_bare(call, args, kwargs)
+        finally:
+            self._is_inside = False
+            if watch is not None:
+                watch.is_paused = False

@@ -1,0 +1,412 @@
+"""One execution of a region under a policy: learns at the first call of its kind, then runs the lightest way there is.
+
+The first call runs under a dispatch mode, which asks the policy about every site, and under the tape. What it finds
+decides how it and later calls are recomputed:
+
+* only blocks are kept: the function runs again and skips them, without any mode (`blocks.py`);
+* single operators are kept, and the tape can be believed: what is needed is replayed (`take.py`, `replay.py`);
+* single operators are kept, and it cannot: the function runs again under a dispatch mode (`watch.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import get_ident
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from recollect._core.errors import CheckpointError
+from recollect._core.pytree import Arguments
+from recollect._core.torch_private.ambient import any_autocast_enabled, function_mode_depth
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.engine import (
+    current_pass,
+    get_group,
+    pass_keeps_graph,
+    set_grad_enabled,
+    top_hooks,
+    when_pass_ends,
+)
+from recollect._recompute.frame import Expiry, Frame, Options
+from recollect._recompute.rng import sources_by_request
+from recollect._recompute.slots import Handed, Slot
+from recollect._recompute.values import digest
+from recollect._selective.blocks import Again, Forward
+from recollect._selective.ledger import Clerk, Ledger
+from recollect._selective.notes import Notes
+from recollect._selective.plan import HELD, Bound, Plan
+from recollect._selective.replay import Replay
+from recollect._selective.take import HeldSlot, PlannedSlot, Take
+from recollect._selective.tape import Tape
+from recollect._selective.watch import AgainWatch, ForwardWatch, Shelf
+
+_MOST_BREAKS = 3
+
+
+class SelectiveFrame(Frame):
+    """One execution of a region under a policy."""
+
+    __slots__ = (
+        "_again",
+        "_bound",
+        "_clerk",
+        "_is_as_before",
+        "_ledger",
+        "_notes",
+        "_plan",
+        "_replay",
+        "_take",
+        "_tape",
+        "_watch",
+    )
+
+    def __init__(self, name: str, fn: Callable[..., Any], options: Options, notes: Notes, ledger: Ledger) -> None:
+        super().__init__(name, fn, options)
+        self._notes, self._ledger = notes, ledger
+        self._tape: Tape | None = None
+        self._take: Take | None = None
+        self._plan: Plan | None = None
+        self._bound: Bound | None = None
+        self._replay: Replay | None = None
+        self._again: Again | None = None
+        self._clerk: Clerk | None = None
+        self._watch: ForwardWatch | None = None
+        self._is_as_before = False
+
+    def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]]:
+        notes, ledger = self._notes, self._ledger
+        if ledger.plan is not None and not notes.wanted.taps and not ledger.blocks and self._may_tape():
+            take = self._take = Take(self.name, ledger.plan)
+            take.begin(arguments)
+            return take, nullcontext()
+        shelf = Shelf(self.name)
+        scopes: list[str] = []
+        is_new = not ledger.is_learned
+        watch = again = None
+        recorder: Tape | Take | None = None
+        if self._may_tape():
+            if ledger.plan is None:
+                recorder = self._tape = Tape(self.name)
+            else:
+                recorder = self._take = Take(self.name, ledger.plan)
+            recorder.begin(arguments)
+        if is_new or (ledger.keeps_ops and self._take is None):
+            clerk = self._clerk = Clerk(ledger, notes.places(), scopes, self._tape)
+            noting = is_new or ledger.has_named_values
+            watch = ForwardWatch(shelf, clerk.decide, notes_makers=noting, own=notes.buffers())
+            again = AgainWatch(shelf)
+        self._again = Again(shelf, notes.wanted, ledger, watch=again)
+        forward = Forward(
+            shelf,
+            notes.wanted,
+            ledger,
+            watch=watch,
+            recorder=recorder,
+            scopes=scopes,
+            generators=sources_by_request(self.options.preserve),
+        )
+        self._watch = watch
+        return forward, self._again
+
+    def _may_tape(self) -> bool:
+        """Whether recording is worth it: it must be the only one to pack, and see calls as the user makes them."""
+        ledger = self._ledger
+        if not ledger.may_tape or (not ledger.is_learned and self._notes.holds_compiled()):
+            return False
+        if function_mode_depth() or top_hooks(True) is not None or self.around.is_captured:  # noqa: FBT003
+            return False
+        return self.options.matcher.values is None
+
+    def pack(self) -> Callable[[Tensor], Slot]:
+        """The saved-tensor hook of forward: as in any frame, and whoever records is told."""
+        if self._take is not None:
+            return self._take.packer(self)
+        if self._tape is None:
+            return super().pack()
+        make, note_saved, slots = super().pack(), self._tape.note_saved, self.slots
+
+        def pack(tensor: Tensor) -> Slot:
+            make(tensor)
+            slots.pop()
+            note_saved(tensor)
+            slot = HeldSlot()  # whether it holds its tensor is learned when forward is over
+            slot.frame, slot.value, slot.kept, slot.index = self, None, None, len(slots)
+            slots.append(ref(slot))
+            return slot
+
+        return pack
+
+    def _settle(self, result: Any) -> None:
+        super()._settle(result)
+        ledger, clerk = self._ledger, self._clerk
+        draws, saved = self.around.draws, len(self.slots)
+        watch, self._watch = self._watch, None
+        if watch is not None and watch.saw_backward:
+            ledger.has_backward = True
+        if self._again is not None:
+            # Without knowing where the generators stood after each block, a region that draws must run them all again.
+            self._again.knows_states = (ledger.draws is not False or not draws) and not ledger.has_backward
+        ledger.draws = bool(ledger.draws) or draws
+        if clerk is None:
+            ledger.is_learned = saved == ledger.saved
+        elif clerk.has_asked or not ledger.is_learned:
+            ledger.is_learned, ledger.saved = True, saved
+            ledger.keeps_ops = any(line.is_kept for line in ledger.lines)
+        if self._tape is not None:
+            self._settle_tape(self._tape)
+        elif self._take is not None:
+            self._settle_take(self._take)
+        if self._plan is not None:
+            self._again = self.recompute_context = None  # all that is kept is bound
+            ledger.replays += 1
+        self._clerk = None
+
+    def fail(self, error: BaseException) -> bool:
+        """The function has raised: let go of what was held for learning, then as any frame."""
+        if self._tape is not None:
+            self._tape.forget()
+        if self._take is not None:
+            self._take.part()
+        return super().fail(error)
+
+    # Learning a plan, and following it.
+    def _settle_tape(self, tape: Tape) -> None:
+        ledger = self._ledger
+        tape.check_versions()
+        if not ledger.keeps_ops:
+            tape.broken("no single operator is kept")
+        if tape.why_broken is None:
+            assert self._clerk is not None
+            sorts = self._clerk.sort_calls(tape, draws=self.around.draws)
+            if tape.why_broken is None:
+                self._try(tape, *tape.plan(*sorts))
+        ledger.may_tape, ledger.why_not_taped = tape.why_broken is None, tape.why_broken
+        if tape.why_broken is None:
+            ledger.plan = self._plan
+        else:
+            self._drop_plan()
+        tape.forget()
+        self._tape = None
+
+    def _settle_take(self, take: Take) -> None:
+        ledger = self._ledger
+        take.conclude(self.around.moved_states())
+        self._take = None
+        bound = take.part()
+        if take.why_broken is None:
+            self._plan, self._bound = take.plan, bound
+            self.metas = take.plan.metas
+            return
+        self.metas += [None] * (len(self.slots) - len(self.metas))
+        self._drop_plan()
+        ledger.breaks += 1
+        ledger.is_learned, ledger.plan = False, None
+        ledger.may_tape = ledger.breaks < _MOST_BREAKS  # a region that is never the same is not worth learning again
+        ledger.why_not_taped = take.why_broken
+
+    def _drop_plan(self) -> None:
+        self._plan = self._bound = None
+        for slot in self._live():
+            slot.value = None
+            if isinstance(slot, HeldSlot) and hasattr(slot, "held"):
+                del slot.held
+
+    def _try(self, tape: Tape, plan: Plan, bound: Bound) -> None:
+        """Replay everything once and compare it, to the bit, with what forward saved."""
+        assert self.inputs is not None
+        saved = [tensor for tensor, _, _ in tape.saved]
+        found: dict[int, Tensor] = {}
+        uses = list(plan.uses)
+        try:
+            with without_dispatch_modes(), torch.no_grad():
+                leaves = self.inputs.materialise(self.name)
+                replay = Replay(self.name, plan, bound, leaves, uses, is_last=False, fill=found.__setitem__)
+                for index, source in enumerate(plan.sources):
+                    if source is not HELD and index not in found:
+                        value = replay.take(index)
+                        if value is not None:
+                            found[index] = value
+                if not all(_is_same(value, saved[index]) for index, value in found.items()):
+                    tape.broken("its replay gives other values")
+        except Exception as error:
+            tape.broken(f"its replay failed: {error}")
+        for slot in self._live():
+            if isinstance(slot, HeldSlot) and plan.sources[slot.index] is HELD:
+                slot.held = slot.value = saved[slot.index].detach()
+                slot.version = slot.held._version  # noqa: SLF001
+        self._plan, self._bound = plan, bound
+
+    def _live(self) -> Iterator[PlannedSlot]:
+        for weak in self.slots:
+            slot = weak()
+            if isinstance(slot, PlannedSlot):
+                yield slot
+
+    # Backward.
+    def _run(self, *, last: int, stops_early: bool, is_last: bool = False) -> None:
+        """Run the function again; if it fails where blocks were cut out of its graph, once more with all of them."""
+        try:
+            super()._run(last=last, stops_early=stops_early, is_last=is_last)
+        except RuntimeError:
+            again = self._again
+            if again is None or not again.has_served or isinstance(sys.exc_info()[1], CheckpointError):
+                raise
+            again.knows_states, self._ledger.has_backward = False, True
+            super()._run(last=last, stops_early=stops_early, is_last=is_last)
+
+    def fetch(self, slot: Slot) -> Tensor:
+        """Give the value of a slot, by replay if there is a plan."""
+        plan = self._plan
+        if plan is None or self.is_open:
+            return super().fetch(slot)
+        assert isinstance(slot, PlannedSlot)
+        if plan.sources[slot.index] is HELD:
+            assert isinstance(slot, HeldSlot)
+            return slot.held
+        with self.lock:
+            pass_id = current_pass()
+            if self.filled_by != pass_id:
+                return self._fetch_otherwise(plan, slot, pass_id)
+            value = slot.value
+            if value is not None:
+                return value
+            if slot.kept is not None:
+                return self._fetch_again(plan, slot, pass_id)
+            assert self._replay is not None
+            value = self._take_from(self._replay, slot)
+            if self.keeps_graph:
+                slot.kept, slot.value = Handed(value, pass_id), None
+            else:
+                slot.value, slot.version = value, value._version  # noqa: SLF001
+            return value
+
+    def _fetch_otherwise(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
+        """The first request of a pass; or one in a group of passes, or from outside of any."""
+        if pass_id == -1:
+            return self._replay_one(plan, slot)
+        group = get_group()
+        key = pass_id if group is None else group
+        if self.filled_by != key:
+            self._begin_pass(plan, key, group)
+        if slot.kept is not None:
+            return self._fetch_again(plan, slot, pass_id)
+        if slot.value is not None:
+            return slot.value
+        assert self._replay is not None
+        value = self._take_from(self._replay, slot)
+        if self.keeps_graph:
+            slot.kept, slot.value = Handed(value, pass_id), None
+        else:
+            slot.value, slot.version = value, value._version  # noqa: SLF001
+        return value
+
+    def _fetch_again(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
+        """A value that was handed over in this pass, or in another one of its group."""
+        kept = slot.kept
+        assert isinstance(kept, Handed)
+        again = kept.again() if kept.pass_id == pass_id else None
+        if again is not None:
+            return again
+        if get_group() is not None and kept.pass_id != pass_id:
+            self._refuse_overlap()
+        return self._replay_one(plan, slot)
+
+    def _begin_pass(self, plan: Plan, key: Any, group: Any) -> None:
+        if self.was_filled:
+            self._empty()
+        self.was_filled = True
+        self.is_home = get_ident() == self.thread
+        self.keeps_graph = group is not None or pass_keeps_graph()
+        self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
+        is_last = self._is_last()
+        live = [weak() is not None for weak in self.slots]
+        self._replay = self._new_replay(plan, live, is_last=is_last)
+        ambient = self.around.restore_ambient()
+        self._is_as_before = ambient is None and not any_autocast_enabled()
+        if ambient is not None:
+            ambient.close()
+        self.filled_by = key
+        if is_last:
+            self._release()
+        if group is not None:
+            group.filled(self)
+        elif not is_last:
+            when_pass_ends(Expiry(self, key))
+
+    def _new_replay(self, plan: Plan, live: list[bool], *, is_last: bool) -> Replay:
+        assert self._bound is not None
+        if self.inputs is None:
+            self._left_over(PlannedSlot())
+        assert self.inputs is not None
+        bound = self._bound
+        if all(live):
+            uses = list(plan.uses)
+        else:
+            uses = plan.count_uses([index for index, is_live in enumerate(live) if is_live], bound.held)
+            if is_last:
+                bound.held = [held if count else None for held, count in zip(bound.held, uses, strict=True)]
+        leaves, slots = self.inputs.materialise(self.name), self.slots
+
+        def fill(index: int, value: Tensor) -> None:
+            slot = slots[index]()
+            if slot is not None:
+                slot.value, slot.version = value, value._version  # noqa: SLF001
+
+        return Replay(self.name, plan, bound, leaves, uses, is_last=is_last, fill=fill)
+
+    def _replay_one(self, plan: Plan, slot: PlannedSlot) -> Tensor:
+        """For one slot alone, and keep nothing."""
+        replay = self._new_replay(plan, [weak() is slot for weak in self.slots], is_last=False)
+        before = [(live, live.value) for live in self._live()]
+        try:
+            return self._take_from(replay, slot)
+        finally:
+            for live, value in before:
+                live.value = value
+
+    def _empty(self) -> None:
+        for slot in self._live():
+            slot.value = slot.kept = None
+
+    def _take_from(self, replay: Replay, slot: PlannedSlot) -> Tensor:
+        """The value of a slot, made under what was around forward.
+
+        Whether that stands as it stood is seen once per pass; only autocast may be switched by a node (`custom_bwd`).
+        """
+        grad_was_enabled = torch.is_grad_enabled()
+        ambient = None
+        if not self._is_as_before or any_autocast_enabled():
+            ambient = self.around.restore_ambient()
+        if grad_was_enabled:
+            set_grad_enabled(False)
+        try:
+            value = replay.take(slot.index)
+        finally:
+            if ambient is not None:
+                ambient.close()
+            if grad_was_enabled:
+                set_grad_enabled(True)
+        if value is None:  # an inner one, which is in the slot
+            value = slot.value
+            assert value is not None
+        return value
+
+    def expire(self) -> None:
+        """The pass is over."""
+        super().expire()
+        self._replay = None
+
+    def _release(self) -> None:
+        super()._release()
+        self._again = None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+        return False
+    return torch.equal(one, other) or torch.equal(digest(one), digest(other))

@@ -1,0 +1,226 @@
+"""What was kept of one call, of an operator or a whole block, until recomputation is given it in place of running it.
+
+Held are aliases cut off from the graph, so a kept value is held once however many tensors view it, and no cycle closes.
+They share the version counter of what they alias: a write into a kept value is seen, and the call is then run again
+in place of being served. Inside the hooks of an enclosing region a kept value is a saved tensor of that region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect._core.errors import CaptureError
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.pytree import Spec, flatten, unflatten
+from recollect._recompute.places import Place
+from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Meta = tuple[Any, ...]
+States = list[tuple[Source, Any]]
+
+
+class KeptCall:
+    """The result of one call.
+
+    Attributes:
+        label: the operator or block, for errors.
+        place: where it was called, if known.
+        inputs: shapes and dtypes of the tensors it was given, to tell a recomputation that goes another way.
+        states: where the generators it drew from stood afterwards.
+        must_rerun: it cannot be served: the call must run again.
+        is_written: forward went on to write into the result, and recomputation will too.
+    """
+
+    # Not in slots: most calls set none of these, and there is one object per kept call and step.
+    place: Place | None = None
+    inputs: list[Meta] | None = None
+    states: States | None = None
+    must_rerun = is_written = False
+    line: Any = None  # of a block, in its ledger
+    _flags: list[bool] | None = None
+    _unpack: Callable[[Any], Tensor] | None = None
+
+    def __init__(self, label: str, leaves: list[Any], spec: Spec | None) -> None:
+        self.label, self._leaves, self._spec = label, leaves, spec
+        self._versions = [version_of(leaf) for leaf in leaves]
+
+    @classmethod
+    def of(cls, label: str, result: Any, alias: Callable[[Tensor], Tensor]) -> KeptCall:
+        """Keep a result of any structure."""
+        if isinstance(result, Tensor):
+            return cls(label, [alias(result)], None)
+        leaves, spec = flatten([result])
+        return cls(label, [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def flags_of(self, result: Any, region: str, plain: tuple[type, ...]) -> list[bool]:
+        """Which leaves of a block's result require grad.
+
+        Raises:
+            TypeError: the result holds something that is neither a tensor nor a plain value: it may hold tensors.
+        """
+        leaves, _ = flatten([result])
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, plain)):
+                message = (
+                    f"region '{region}': {self.label} is to be kept, but its result holds a {type(leaf).__name__}, "
+                    "whose tensors cannot be found.\n"
+                    "Return tensors, register the class with torch's pytree, or leave this block to recomputation."
+                )
+                raise TypeError(message)
+        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+
+    def require_grad(self, flags: list[bool]) -> None:
+        """Serve leaves that require grad where the result did: above autograd nobody else sets it."""
+        if any(flags):
+            self._flags = flags
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held; nothing where an enclosing region holds it."""
+        if self._unpack is not None:
+            return []
+        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a kept value was written into since."""
+        if self._unpack is not None:
+            return False
+        return any(version_of(leaf) != version for leaf, version in zip(self._leaves, self._versions, strict=True))
+
+    def shares_memory(self, storages: Iterable[Any]) -> bool:
+        """Whether a kept value lives in one of these storages."""
+        own = [tensor.untyped_storage() for tensor in self.tensors if tensor.layout is torch.strided]
+        return any(storage is other for storage in storages for other in own)
+
+    def copy_out(self) -> None:
+        """Hold copies from now on: the memory is about to be written into."""
+        with torch.no_grad():
+            self._leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._versions = [0] * len(self._leaves)
+
+    def hand_to(self, hooks: Hooks) -> None:
+        """Give the tensors to an enclosing region as its saved tensors, and hold only its answers."""
+        pack, self._unpack = hooks
+        self.must_rerun = self.must_rerun or self._is_written()
+        with torch.no_grad():
+            self._leaves = [_Packed(pack(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+
+    def unpack(self) -> None:
+        """Get the tensors back from an enclosing region, for one recomputation.
+
+        Before it begins, because the enclosing region may have to recompute, which it cannot beneath an operator.
+        """
+        if self._unpack is not None:
+            for leaf in self._leaves:
+                if isinstance(leaf, _Packed):
+                    leaf.value = self._unpack(leaf.handle)
+
+    def _is_written(self) -> bool:
+        unpack, self._unpack = self._unpack, None
+        try:
+            return self.is_changed
+        finally:
+            self._unpack = unpack
+
+    def serve(self, *, is_last: bool = False) -> Any:
+        """The result again: other tensors on the same memory; on their own if recomputation will write into them.
+
+        In the last recomputation the aliases themselves are given away, so that they die with their last user.
+        """
+        leaf = self._leaves[0] if self._spec is None else None
+        if type(leaf) is Tensor and not self.is_written:  # the usual case, written out
+            value = leaf if is_last else leaf.detach()
+            if self._flags is not None:
+                value.requires_grad_()
+            if self.states is not None:
+                put_back(self.states)
+            return value
+        leaves, is_written = list(self._leaves), self.is_written
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                value = leaf if is_last and not is_written else leaf.detach()
+            elif isinstance(leaf, _Packed):
+                assert leaf.value is not None
+                value, leaf.value = leaf.value.detach(), None
+            else:
+                continue
+            if self._flags is not None and self._flags[index]:
+                value.requires_grad_()
+            # Copied with a graph where there is one: a leaf could not be written into.
+            leaves[index] = _copy(value) if is_written else value
+        if self.states is not None:
+            put_back(self.states)
+        return leaves[0] if self._spec is None else unflatten(leaves, self._spec)[0]
+
+
+def version_of(value: Any) -> int:
+    """The version of a tensor; 0 for other values and for tensors made in inference mode, which have none."""
+    if not isinstance(value, Tensor) or value.is_inference():
+        return 0
+    return value._version  # noqa: SLF001
+
+
+class _Packed:
+    """What an enclosing region gave for a tensor, and the tensor while a recomputation waits for it."""
+
+    __slots__ = ("handle", "value")
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.value: Tensor | None = None
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy that no mode sees: an enclosing region counts the function's operators, not ours."""
+    with without_dispatch_modes():
+        return tensor.clone()
+
+
+def sources_of(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Source]:
+    """The generators that a call on these tensors draws from: those among its arguments, else their devices' own."""
+    generators = [value for value in values if isinstance(value, torch.Generator)]
+    if generators:
+        return [source_of(generator) for generator in generators]
+    devices = {tensor.device for tensor in tensors} | {value for value in values if isinstance(value, torch.device)}
+    sources: list[Source] = [source_of_cpu()]
+    for device in devices:
+        source = source_of_device(device) if device.type != "cpu" else None
+        if source is not None:
+            sources.append(source)
+    return sources
+
+
+def read_states(sources: list[Source]) -> States | None:
+    """Where generators stand; None while a CUDA graph is being captured, which forbids the question."""
+    try:
+        return [(source, source.read()) for source in sources]
+    except RuntimeError:
+        return None
+
+
+def moved_states(before: States | None, after: States | None) -> States | None:
+    """Where those generators stand that moved; None if none did."""
+    if before is None or after is None:
+        return None
+    moved = [now for now, was in zip(after, before, strict=True) if not now[0].same(now[1], was[1])]
+    return moved or None
+
+
+def refuse_capture(region: str, label: str) -> None:
+    """Raise, because something that draws is to be kept while a CUDA graph is being captured.
+
+    Raises:
+        CaptureError: always.
+    """
+    message = (
+        f"region '{region}': {label} draws random numbers and is to be kept while a CUDA graph is being captured, when "
+        "it cannot be read where its generator stands.\n"
+        "Leave it to recomputation (`Decision.RECOMPUTE`), or capture without this policy."
+    )
+    raise CaptureError(message)

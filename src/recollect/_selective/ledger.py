@@ -1,0 +1,294 @@
+"""What a policy decided in one region, site by site: asked once, replayed on later calls, and there to be explained.
+
+A ledger belongs to a region, a policy and a shape of call (`region.py` finds it). Its lines stand in the order in which
+the operators ran. A later call that runs the same operators on the same shapes gets the decision without asking;
+where it differs, the policy is asked again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from recollect._core.decisions import Decision, Site
+from recollect._core.torch_private.schemas import OpOverload
+from recollect._policy.base import Policy, Verdict
+from recollect._recompute.places import Place, Places
+from recollect._selective.operators import Operator, count_flops, has_storage, tensors_in
+from recollect._selective.plan import Plan
+from recollect._selective.tape import Tape, name_of_call
+
+BY_DEFAULT = "by default"
+_NO_RULE = "no rule"
+
+
+@dataclass(slots=True, kw_only=True)
+class Line:
+    """One call of an operator or block, and what becomes of its result.
+
+    Attributes:
+        key: the operator itself, or the path or name of a block that is kept whole.
+        shapes: of its tensor results; other shapes are another site.
+        sites: one for each tensor it gives; none for a block.
+        what: the operator or block, in words.
+        decision: for the whole call.
+        by: the rule that decided.
+        place: where it was called.
+        bytes: of its results.
+        matched: how often the decision was carried out.
+        is_routing: its result chooses, or follows a choice.
+        is_written: the function writes into a block's result afterwards, so that only a copy can be kept.
+        is_impure: a block writes into what others may read, so that it must run again.
+    """
+
+    key: Any
+    shapes: tuple[Any, ...]
+    what: str
+    decision: Decision
+    by: str
+    sites: tuple[Site, ...] = ()
+    place: Place | None = None
+    bytes: int = 0
+    matched: int = 0
+    is_routing: bool = False
+    is_written: bool = False
+    is_impure: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether recomputation is given the result."""
+        return self.decision is Decision.SAVE
+
+
+def shapes_of(result: Any) -> tuple[Any, ...]:
+    """What tells one site from another besides the operator."""
+    if isinstance(result, Tensor):
+        return (result.shape,)
+    return tuple(tensor.shape for tensor in tensors_in(result))
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """The decisions of one policy in one region.
+
+    Attributes:
+        lines: one for each operator call outside of kept blocks, in order.
+        blocks: one for each block that was kept whole.
+        draws: whether the region draws random numbers; None while unknown.
+        has_named_values: whether a value was kept by its name.
+        has_backward: whether the function runs a backward pass itself: then blocks cannot be cut out of its graph.
+        is_learned: whether a whole forward was seen.
+        keeps_ops: whether single operators are kept.
+        saved: how many tensors the region saves: another number is another way through the function.
+        may_tape: whether a tape is worth trying.
+        plan: how to replay it; None if its function must be run again.
+        why_not_taped: why it is not.
+        replays: how many calls followed the plan.
+        breaks: how many did not.
+    """
+
+    region: str
+    policy: Policy
+    lines: list[Line] = field(default_factory=list)
+    blocks: dict[Any, Line] = field(default_factory=dict)
+    draws: bool | None = None
+    has_named_values: bool = False
+    has_backward: bool = False
+    is_learned: bool = False
+    keeps_ops: bool = False
+    saved: int = -1
+    may_tape: bool = True
+    plan: Plan | None = None
+    why_not_taped: str | None = None
+    replays: int = 0
+    breaks: int = 0
+    _rules: dict[str, str | None] = field(default_factory=dict)
+
+    def rule_for(self, name: str) -> str | None:
+        """The rule by which something of this name is kept."""
+        if name not in self._rules:
+            self._rules[name] = self.policy.keeps_name(name)
+        return self._rules[name]
+
+    def judge(self, site: Site) -> Verdict:
+        """Ask the policy about a site.
+
+        Raises:
+            NotImplementedError: the answer is to offload.
+        """
+        verdict = self.policy.judge(site)
+        if (
+            (verdict is None or verdict.decision is Decision.RECOMPUTE)
+            and self.policy.keeps_defaults
+            and (site.is_routing or site.is_collective)
+        ):
+            what = "routing results" if site.is_routing else "collectives"
+            return Verdict(Decision.SAVE, f"{BY_DEFAULT}: {what}")
+        if verdict is None:
+            return Verdict(Decision.RECOMPUTE, _NO_RULE)
+        if verdict.decision is Decision.OFFLOAD:
+            refuse_offload(f"region '{self.region}': {verdict.by} decided", site.op)
+        return verdict
+
+    def rule_for_function(self, name: str, call: int) -> str | None:
+        """The rule by which one call of a custom Function is kept whole."""
+        verdict = self.judge(Site(region=self.region, op=name, call=call))
+        return verdict.by if verdict.decision is Decision.SAVE else None
+
+    def add_block(self, key: tuple[str, str], by: str) -> Line:
+        """A line for a block that is kept whole."""
+        kind, name = key
+        line = self.blocks[key] = Line(key=key, shapes=(), what=f"{kind} '{name}'", decision=Decision.SAVE, by=by)
+        return line
+
+
+class _Beneath:
+    """An operator that ran beneath a call of torch, and the memory of what it made."""
+
+    __slots__ = ("line", "operator", "storages")
+
+    def __init__(self, operator: Operator, line: Line, storages: list[ref[Any]]) -> None:
+        self.operator, self.line, self.storages = operator, line, storages
+
+
+class Clerk:
+    """Fills and reads a ledger during one forward: knows the sequence, the names around, what follows a choice."""
+
+    def __init__(self, ledger: Ledger, places: Places, scopes: list[str], tape: Tape | None = None) -> None:
+        self._ledger, self._tape = ledger, tape
+        self._beneath: dict[int, list[_Beneath]] = {}  # by the id of a tape's entry
+        self._places = places
+        self._scopes = scopes
+        self._index = -1
+        self._chosen: list[ref[Any]] = []  # storages of routing results and of what is counted out of them
+        self.has_asked = False
+
+    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+        """The line of an operator call: the one of the last time, or a new one."""
+        line = self._find(func, operator, call, args, kwargs, result)
+        tape = self._tape
+        if tape is not None and tape.current is not None:
+            beneath = _Beneath(operator, line, [ref(t.untyped_storage()) for t in tensors_in(result) if has_storage(t)])
+            self._beneath.setdefault(id(tape.current), []).append(beneath)
+        return line
+
+    def sort_calls(self, tape: Tape, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
+        """Which calls on a tape keep their results, draw, only view; breaks the tape where it cannot be said."""
+        keeping: set[int] = set()
+        drawing: set[int] = set()
+        viewing: set[int] = set()
+        for index, entry in enumerate(tape.entries):
+            beneath = self._beneath.get(id(entry), [])
+            kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
+            if any(one.operator.hides_writes for one in beneath):
+                tape.broken("it updates running statistics")
+            if draws and any(one.operator.is_random for one in beneath):
+                drawing.add(index)
+            if all(one.operator.is_view and not one.operator.writes for one in beneath):
+                viewing.add(index)
+            if kept:
+                keeping.add(index)
+                storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
+                for tensor in (*tape.results(entry), *tape.saved_inside(entry)):
+                    if not any(tensor.untyped_storage() is storage for storage in storages):
+                        names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
+                        tape.broken(f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not")
+        return keeping, drawing, viewing
+
+    def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+        self._index += 1
+        lines, index = self._ledger.lines, self._index
+        shapes = shapes_of(result)
+        if index < len(lines):
+            line = lines[index]
+            if line.key is func and line.shapes == shapes:
+                line.matched += 1
+                if line.is_routing:
+                    self._note_choice(result)
+                return line
+            del lines[index:]  # another way through the function: ask from here on
+        line = self._ask(func, operator, call, args, kwargs, result)
+        line.shapes = shapes
+        lines.append(line)
+        return line
+
+    def _ask(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+        self.has_asked = True
+        place = self._places.find(4)
+        if self._places.saw_compiled or not isinstance(func, OpOverload):
+            self._ledger.may_tape = False  # a compiled function would be compiled anew for the tape's mode
+        is_routing = operator.is_routing or self._follows_choice(args, kwargs, result)
+        if is_routing:
+            self._note_choice(result)
+        flops = count_flops(operator, args, kwargs, result)
+        outputs: list[Any] = list(tensors_in(result)) or [None]
+        sites = tuple(
+            Site(
+                region=self._ledger.region,
+                op=operator.name,
+                call=call,
+                output=number,
+                module=place.module,
+                scopes=tuple(self._scopes),
+                shape=tuple(output.shape) if output is not None else (),
+                dtype=str(output.dtype).removeprefix("torch.") if output is not None else "",
+                bytes=bytes_of(output) if output is not None else 0,
+                flops=flops,
+                is_random=operator.is_random,
+                is_routing=is_routing,
+                is_collective=operator.is_collective,
+            )
+            for number, output in enumerate(outputs)
+        )
+        verdicts = [self._ledger.judge(site) for site in sites]
+        chosen = next((verdict for verdict in verdicts if verdict.decision is Decision.SAVE), verdicts[0])
+        return Line(
+            key=func,
+            shapes=(),
+            what=operator.name,
+            decision=chosen.decision,
+            by=chosen.by,
+            sites=sites,
+            place=place,
+            bytes=sum(site.bytes for site in sites),
+            matched=1,
+            is_routing=is_routing,
+        )
+
+    def _note_choice(self, result: Any) -> None:
+        self._chosen.extend(ref(tensor.untyped_storage()) for tensor in tensors_in(result) if has_storage(tensor))
+
+    def _follows_choice(self, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether whole numbers or truths are counted out of routing results: indices, masks, counts, offsets."""
+        if not self._chosen:
+            return False
+        made = tensors_in(result)
+        if not made or any(tensor.is_floating_point() or tensor.is_complex() for tensor in made):
+            return False
+        chosen = [storage for weak in self._chosen if (storage := weak()) is not None]
+        given = [tensor.untyped_storage() for tensor in tensors_in(args, kwargs) if has_storage(tensor)]
+        return any(one is other for one in given for other in chosen)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    try:
+        return tensor.numel() * tensor.element_size()
+    except RuntimeError:  # a layout that does not say
+        return 0
+
+
+def refuse_offload(who: str, op: str) -> None:
+    """Raise, because nothing can be offloaded yet.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    message = (
+        f"{who} to offload the result of {op}: offload has not arrived in this version, and recomputing it silently "
+        "would not be what was asked for.\nAnswer SAVE or RECOMPUTE."
+    )
+    raise NotImplementedError(message)

@@ -1,0 +1,211 @@
+"""What was learned of a region's calls of torch: which to make again for which saved tensor. Shared by its frames.
+
+Tensors have numbers. Only those are numbered that replay can need: arguments of the region, tensors from outside,
+kept results, and what lies on the way from those to a forgotten saved tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NOWHERE = -1
+"""The number of a result that replay never needs."""
+
+
+class Link(int):
+    """Stands in an argument list for the tensor of this number."""
+
+    __slots__ = ()
+
+
+class Sequence:
+    """Stands in an argument list for a list or tuple with tensors in it."""
+
+    __slots__ = ("items", "kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self.kind, self.items = kind, items
+
+
+class Call:
+    """One call of torch.
+
+    Attributes:
+        func: the function.
+        shapes: of its tensor results: the size of the one tensor it gives, or a list of sizes and dtypes.
+        dtype: of the one tensor.
+        is_single: whether it gives one tensor, and not several.
+        outs: the numbers of its results.
+        kept: which of its results are held, by place.
+        views: which of its results are views of other numbers, by place.
+        tensors: position and number of each tensor among its arguments, if all of them stand there on their own.
+        others: positions of its other arguments.
+        size: how many positional arguments it has.
+        links: numbers of all its tensors, in order, those in lists and keywords included.
+        is_recorded: whether replay can need it.
+        is_checked: whether its tensors must be those of the plan: all that are recorded, and most that view.
+        is_general: whether tensors are in lists or keywords.
+        draws: whether it draws random numbers.
+        needs_grad: for a call with saved tensors of its own inside: which of its tensors must require grad.
+        is_base: whether the one tensor it gives has views with numbers of their own.
+        is_simple: whether it takes tensors on their own, gives one, and there is nothing more to it.
+        number: of that one.
+    """
+
+    __slots__ = (
+        *(
+            "draws",
+            "dtype",
+            "func",
+            "is_base",
+            "is_checked",
+            "is_general",
+            "is_recorded",
+            "is_simple",
+            "is_single",
+            "kept",
+            "links",
+            "needs_grad",
+        ),
+        *("number", "others", "outs", "shapes", "size", "tensors", "views"),
+    )
+
+    def __init__(self, func: Any, shapes: Any, *, is_single: bool, draws: bool) -> None:
+        self.func, self.shapes, self.is_single, self.draws = func, shapes, is_single, draws
+        self.dtype: Any = None
+        self.outs: list[int] = []
+        self.kept: frozenset[int] = frozenset()
+        self.views: dict[int, View] | None = None
+        self.tensors: tuple[tuple[int, int], ...] = ()
+        self.others: tuple[int, ...] = ()
+        self.links: tuple[int, ...] = ()
+        self.size = 0
+        self.is_recorded = self.is_checked = self.is_general = False
+        self.needs_grad: tuple[bool, ...] | None = None
+        self.is_base = self.is_simple = False
+        self.number = NOWHERE
+
+    def settle(self) -> None:
+        """All is known: see whether it is a simple one."""
+        self.is_simple = (
+            self.is_single
+            and self.views is None
+            and not (self.draws or self.is_general or self.kept)
+            and self.needs_grad is None
+            and self.is_recorded
+        )
+        self.number = self.outs[0] if self.is_single else NOWHERE
+
+
+class View:
+    """A tensor that is a view of a numbered one, which is none itself.
+
+    Attributes:
+        delta: how many bytes behind the start of the other it starts.
+        steps: the same in elements.
+    """
+
+    __slots__ = ("delta", "number", "shape", "steps", "stride")
+
+    def __init__(self, number: int, shape: Any, stride: Any, steps: int, delta: int) -> None:
+        self.number, self.shape, self.stride, self.steps, self.delta = number, shape, stride, steps, delta
+
+
+class Inner:
+    """A saved tensor that is made inside a call and seen by nobody else: the call's `place`-th one."""
+
+    __slots__ = ("call", "place")
+
+    def __init__(self, call: int, place: int) -> None:
+        self.call, self.place = call, place
+
+
+class Held:
+    """A saved tensor that is held as it is: made from a parameter, or inside a call that is kept."""
+
+    __slots__ = ()
+
+
+HELD = Held()
+Source = int | View | Inner | Held
+"""Where a saved tensor comes from: a number is the tensor itself."""
+
+
+class Plan:
+    """All of it.
+
+    Attributes:
+        calls: in the order in which the region makes them.
+        sources: of its saved tensors, in the order in which it saves them.
+        metas: shape, dtype, device of each saved tensor.
+        makers: for each number the call that makes it; -1 for arguments and tensors from outside.
+        views: for each number, what it is a view of, or None.
+        inputs: for numbers of arguments, which leaf of the arguments they are.
+        uses: for each number, how often it is asked for until every saved tensor is served.
+        bases: the numbers that others are views of.
+        inner: for each call with inner saved tensors, the indices in `sources`.
+    """
+
+    __slots__ = ("bases", "calls", "inner", "inputs", "makers", "metas", "sources", "uses", "views")
+
+    def __init__(self) -> None:
+        self.bases: frozenset[int] = frozenset()
+        self.calls: list[Call] = []
+        self.sources: list[Source] = []
+        self.metas: list[tuple[Any, ...] | None] = []
+        self.makers: list[int] = []
+        self.views: list[View | None] = []
+        self.inputs: dict[int, int] = {}
+        self.uses: list[int] = []
+        self.inner: dict[int, list[int]] = {}
+
+    def count_uses(self, wanted: list[int], held: list[Any]) -> list[int]:  # noqa: C901 (one walk)
+        """For each number, how often it is asked for until these saved tensors, by index, are served."""
+        uses = [0] * len(self.makers)
+        needed: set[int] = set()
+        waiting: list[int] = []
+
+        def use(number: int) -> None:
+            view = self.views[number]
+            if view is not None:
+                number = view.number
+            uses[number] += 1
+            if uses[number] == 1 and self.makers[number] >= 0 and held[number] is None:
+                need(self.makers[number])
+
+        def need(call: int) -> None:
+            if call not in needed:
+                needed.add(call)
+                waiting.append(call)
+
+        for index in wanted:
+            source = self.sources[index]
+            if type(source) is int:
+                use(source)
+            elif type(source) is View:
+                use(source.number)
+            elif type(source) is Inner:
+                need(source.call)
+        while waiting:
+            for number in self.calls[waiting.pop()].links:
+                use(number)
+        return uses
+
+
+class Bound:
+    """The tensors and values of one execution that follows a plan: what replay starts from.
+
+    Attributes:
+        held: by number: kept values and tensors from outside; views of others have none.
+        versions: by number: of the tensors when they were bound.
+        arguments: by call: its arguments with numbers in place of tensors, or only those that are not tensors.
+        states: by call: where generators stood before it.
+    """
+
+    __slots__ = ("arguments", "held", "states", "versions")
+
+    def __init__(self, numbers: int, calls: int) -> None:
+        self.held: list[Any] = [None] * numbers
+        self.versions: list[int] = [0] * numbers
+        self.arguments: list[Any] = [None] * calls
+        self.states: dict[int, Any] = {}

@@ -1,0 +1,196 @@
+"""Makes forgotten values again as planned: on demand, each call once, each value held until its last user has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from recollect._core.errors import ChangedInputError
+from recollect._core.torch_private.engine import pop_hooks, push_hooks, set_grad_enabled
+from recollect._recompute.oplog import describe_tensor
+from recollect._recompute.rng import put_back
+from recollect._selective.plan import NOWHERE, Bound, Call, Inner, Link, Plan, Sequence, View
+
+
+class Replay:
+    """The values of one backward pass over one execution.
+
+    Args:
+        region: its name.
+        plan: what to call for what.
+        bound: what this execution has; emptied on the way if this is the last pass.
+        leaves: the region's arguments, to be called with again.
+        uses: how often each number is asked for until every slot that is alive is served.
+        is_last: whether what is held may go with its last use.
+        fill: called with the index and value of each inner saved tensor that a call makes.
+    """
+
+    __slots__ = ("_bound", "_fill", "_inputs", "_is_last", "_plan", "_region", "_uses", "_values", "_views")
+
+    def __init__(
+        self,
+        region: str,
+        plan: Plan,
+        bound: Bound,
+        leaves: list[Any],
+        uses: list[int],
+        *,
+        is_last: bool,
+        fill: Callable[[int, Tensor], None],
+    ) -> None:
+        self._region, self._plan, self._bound, self._uses = region, plan, bound, uses
+        self._is_last, self._fill, self._views = is_last, fill, plan.views
+        self._values: dict[int, Tensor] = {}
+        self._inputs = {number: leaves[index] for number, index in plan.inputs.items() if uses[number]}
+
+    def take(self, index: int) -> Tensor | None:
+        """The value of a saved tensor by its index; None for an inner one, which was given to `fill`."""
+        source = self._plan.sources[index]
+        if type(source) is int:
+            return self._value(source)
+        if type(source) is View:
+            base = self._value(source.number)
+            return base.as_strided(source.shape, source.stride, base.storage_offset() + source.steps)
+        assert type(source) is Inner
+        self._call(source.call)
+        return None
+
+    def _value(self, number: int) -> Tensor:  # noqa: C901 (written out: it runs per value)
+        """A tensor by its number, for one of its users."""
+        view = self._views[number]
+        if view is not None:
+            base = self._value(view.number)
+            return base.as_strided(view.shape, view.stride, base.storage_offset() + view.steps)
+        uses = self._uses
+        left = uses[number] = uses[number] - 1
+        values = self._values
+        value = values.get(number)
+        if value is not None:
+            if left <= 0:
+                del values[number]
+            return value
+        bound = self._bound
+        value = cast("Tensor | None", bound.held[number])
+        if value is not None:
+            if value._version != bound.versions[number]:  # noqa: SLF001
+                self._refuse(value)
+            if left <= 0 and self._is_last:
+                bound.held[number] = None
+            return value
+        value = cast("Tensor | None", self._inputs.get(number))
+        if value is not None:
+            if left <= 0:
+                del self._inputs[number]
+            return value
+        index = self._plan.makers[number]
+        call = self._plan.calls[index]
+        if call.is_simple and bound.arguments[index] is None:  # the usual case, written out
+            result: Tensor = call.func(*[self._value(link) for link in call.links])
+            if left > 0:
+                values[number] = result
+            return result
+        self._call(index)
+        return values[number] if left > 0 else values.pop(number)
+
+    def _refuse(self, value: Tensor) -> None:
+        message = (
+            f"region '{self._region}': a value that recomputation starts from ({describe_tensor(value)}: a kept "
+            "value, a parameter, or something the function closes over) was changed in place after forward had used "
+            "it.\nUse the out-of-place form of that operation, or run backward first."
+        )
+        raise ChangedInputError(message)
+
+    def _call(self, index: int) -> None:
+        """Make one call again."""
+        call = self._plan.calls[index]
+        args, kwargs = self._arguments(index, call)
+        states = self._bound.states.get(index)
+        if states is not None:
+            now = [(source, source.read()) for source, _ in states]
+            put_back(states)
+        try:
+            if call.needs_grad is not None:
+                result = self._call_watched(index, call, args, kwargs)
+            else:
+                result = call.func(*args, **kwargs)
+        finally:
+            if states is not None:
+                put_back(now)
+        if call.is_single:
+            number = call.outs[0]
+            if number >= 0 and self._uses[number] >= 0:
+                self._values[number] = result.detach() if result.requires_grad else result
+            return
+        made = [part for part in result if isinstance(part, Tensor)]
+        for number, part in zip(call.outs, made, strict=True):
+            if number != NOWHERE and self._uses[number] >= 0:
+                self._values[number] = part.detach() if part.requires_grad else part
+
+    def _arguments(self, index: int, call: Call) -> tuple[list[Any], dict[str, Any]]:
+        found = self._bound.arguments[index]
+        if found is None:  # nothing but tensors
+            return [self._value(number) for _, number in call.tensors], {}
+        stored, kwargs = found
+        if call.is_general:
+            args = [self._argument(value) for value in stored]
+            return args, {name: self._argument(value) for name, value in kwargs.items()}
+        args = [None] * call.size
+        for place, number in call.tensors:
+            args[place] = self._value(number)
+        for place, value in zip(call.others, stored, strict=True):
+            args[place] = value
+        return args, kwargs
+
+    def _argument(self, value: Any) -> Any:
+        if type(value) is Link:
+            return self._value(value)
+        if type(value) is Sequence:
+            items = [self._argument(item) for item in value.items]
+            return items if value.kind is list else value.kind(items)
+        return value
+
+    def _call_watched(self, index: int, call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Make a call whose inner saved tensors are needed: with a graph, as in forward, and hooks that take them."""
+        assert call.needs_grad is not None
+        sources = self._plan.sources
+        wanted = {source.place: i for i in self._plan.inner[index] if type(source := sources[i]) is Inner}
+        flags = iter(call.needs_grad)
+        made: dict[int, Tensor] = {}  # one for each tensor: a function may ask whether two arguments are one
+
+        def tracked(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                needs_grad = next(flags)
+                if id(value) not in made:
+                    made[id(value)] = value.detach().requires_grad_() if needs_grad else value
+                return made[id(value)]
+            if isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
+                return type(value)(map(tracked, value))
+            return value
+
+        args = [tracked(value) for value in args]
+        kwargs = {name: tracked(value) for name, value in kwargs.items()}
+        count = -1
+
+        def collect(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor = tensor.detach()
+            place = wanted.get(count)
+            if place is not None:
+                self._fill(place, tensor)
+            return tensor
+
+        push_hooks(collect, _same)
+        set_grad_enabled(True)
+        try:
+            return call.func(*args, **kwargs)
+        finally:
+            set_grad_enabled(False)
+            pop_hooks()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

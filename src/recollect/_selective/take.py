@@ -1,0 +1,380 @@
+"""Follows a plan through one forward: sees that the region makes the same calls, and holds what replay will need.
+
+Arguments that are no tensors, Python numbers among them, are taken from this very call, so replay does what forward
+did and not what an earlier one did. Where the calls, the shapes or the ways of the tensors differ from the plan, it is
+broken: the region is recomputed by running its function again, and learned anew at its next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import Size, Tensor
+
+from recollect._core.pytree import Arguments
+from recollect._core.scope import current_run
+from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
+from recollect._recompute.frame import read_meta
+from recollect._recompute.slots import Slot
+from recollect._selective.kept import States, read_states, sources_of
+from recollect._selective.operators import tensors_in
+from recollect._selective.plan import HELD, Bound, Call, Inner, Link, Plan, Sequence, View
+from recollect._selective.tape import BACKWARD, PLAIN_TENSORS, hold, results_of
+
+if TYPE_CHECKING:
+    from recollect._recompute.frame import Frame
+
+_OTHER_CALLS = "it makes other calls of torch than at its first call"
+_OTHER_WAYS = "its tensors go other ways than at its first call"
+_OTHER_DRAWS = "random numbers are drawn by a call that drew none before"
+
+
+class PlannedSlot(Slot):
+    """A slot that knows which saved tensor of the plan it is.
+
+    Attributes:
+        index: its place among the region's saved tensors.
+    """
+
+    __slots__ = ("index",)
+
+    index: int
+
+
+class HeldSlot(PlannedSlot):
+    """A slot that holds its tensor."""
+
+    __slots__ = ("held",)
+
+    held: Tensor
+
+
+_END = Call(None, None, is_single=True, draws=False)
+
+
+class Take(FunctionMode):
+    """One forward under a plan."""
+
+    def __init__(self, region: str, plan: Plan) -> None:
+        super().__init__()
+        self.region, self.plan = region, plan
+        self.bound = Bound(len(plan.makers), len(plan.calls))
+        self.why_broken: str | None = None
+        self.is_paused = False
+        self._refs: list[Any] = [None] * len(plan.makers)
+        self._starts: dict[int, int] = {}  # where in memory those are that others are views of
+        self._calls = plan.calls
+        self._next = 0
+        self._pending: list[tuple[Tensor, View | int]] = []
+        self._first: States | None = None  # the generators before the first call that draws
+        self._last: States | None = None  # and after the last one
+        self._autocast = any_autocast_enabled()
+        self._run = current_run()
+
+    def begin(self, arguments: Arguments) -> None:
+        """Bind the region's arguments."""
+        leaves = arguments.leaves
+        for number, index in self.plan.inputs.items():
+            tensor = leaves[index]
+            if type(tensor) not in PLAIN_TENSORS or tensor.is_inference():
+                self.why_broken = _OTHER_WAYS
+                return
+            self._refs[number] = ref(tensor)
+            self.bound.versions[number] = tensor._version  # noqa: SLF001
+            if number in self.plan.bases:
+                self._starts[number] = tensor.data_ptr()
+
+    def __torch_function__(  # noqa: C901, PLR0912, PLR0915 (written out: it runs per call of torch)
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make the call and follow the plan."""
+        if self.why_broken is not None or self.is_paused or current_run() is not self._run:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        index = self._next
+        try:
+            call = self._calls[index]
+        except IndexError:
+            call = _END
+        if call.draws and call.func == func:
+            self._note_draw(index, args, kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        is_alike = type(result) is Tensor and call.shapes == result.shape and call.dtype is result.dtype
+        if is_alike and call.is_simple and call.func is func:
+            # The usual case.
+            self._next = index + 1
+            refs, versions = self._refs, self.bound.versions
+            if len(args) != call.size:
+                self.why_broken = _OTHER_WAYS
+                return result
+            for place, number in call.tensors:
+                value, known = args[place], refs[number]
+                if known is None:
+                    self._bind_outside(number, value)
+                elif known() is not value or value._version != versions[number]:  # noqa: SLF001
+                    self.why_broken = _OTHER_WAYS
+            if call.others or kwargs:
+                self.bound.arguments[index] = self._rest(call, args, kwargs)
+            number = call.number
+            refs[number] = ref(result)
+            versions[number] = result._version  # noqa: SLF001
+            if call.is_base:
+                self._starts[number] = result.data_ptr()
+            if self._pending:
+                self._check_pending()
+            return result
+        if type(result) is Tensor:
+            if not is_alike or (call.func is not func and call.func != func):
+                self.why_broken = _OTHER_CALLS
+                return result
+        elif type(result) is Size or not self._is_as_planned(call, func, result):
+            return result
+        self._next = index + 1
+        refs, bound = self._refs, self.bound
+        if call.is_checked:
+            if call.is_general or len(args) != call.size:
+                self._bind_general(index, call, args, kwargs)
+            else:
+                for place, number in call.tensors:
+                    value = args[place]
+                    known = refs[number]
+                    if known is None:
+                        self._bind_outside(number, value)
+                    elif known() is not value or value._version != bound.versions[number]:  # noqa: SLF001
+                        self.why_broken = _OTHER_WAYS
+                if call.is_recorded and (call.others or kwargs):
+                    bound.arguments[index] = self._rest(call, args, kwargs)
+                if call.needs_grad is not None:
+                    self._check_grad(call, [args[place] for place, _ in call.tensors])
+        if call.views is not None:
+            self._bind_views(call, result)
+        elif call.is_single:
+            number = call.outs[0]
+            if number >= 0:
+                refs[number] = ref(result)
+                bound.versions[number] = result._version  # noqa: SLF001
+                if call.kept:
+                    bound.held[number] = result.detach()
+                if call.is_base:
+                    self._starts[number] = result.data_ptr()
+        else:
+            self._bind_results(call, result)
+        if self._pending:
+            self._check_pending()
+        if call.draws:
+            self._last = self._read(args, kwargs)
+        return result
+
+    def _is_as_planned(self, call: Call, func: Any, result: Any) -> bool:
+        """Whether a call that did not give one tensor follows the plan; those that give none are in no plan."""
+        results = results_of(result)
+        if results is None:
+            if func in BACKWARD or getattr(func, "__name__", "") == "__set__":
+                self.why_broken = _OTHER_CALLS
+            return False
+        if (
+            call.is_single
+            or (call.func is not func and call.func != func)
+            or call.shapes != [(tensor.shape, tensor.dtype) for tensor in results]
+        ):
+            self.why_broken = _OTHER_CALLS
+            return False
+        return True
+
+    def _rest(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """The arguments that are no tensors."""
+        others = [args[place] for place in call.others]
+        for value in (*others, *kwargs.values()) if kwargs else others:
+            if isinstance(value, Tensor) or (isinstance(value, (list, tuple, dict)) and tensors_in(value)):
+                self.why_broken = _OTHER_WAYS
+        return others, kwargs or {}
+
+    def _check_grad(self, call: Call, tensors: list[Tensor]) -> None:
+        if call.needs_grad != tuple(tensor.requires_grad for tensor in tensors):
+            self.why_broken = _OTHER_WAYS
+
+    def _bind_general(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """The same for calls with tensors in lists or keywords."""
+        met: list[Tensor] = []
+        numbers = iter(call.links)
+
+        def template(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                met.append(value)
+                return Link(next(numbers, -1))
+            if isinstance(value, (list, tuple)) and tensors_in(value):
+                return Sequence(type(value), [template(item) for item in value])
+            return value
+
+        if not call.is_general:
+            self.why_broken = _OTHER_CALLS
+            return
+        self.bound.arguments[index] = (
+            [template(value) for value in args],
+            {name: template(value) for name, value in (kwargs or {}).items()},
+        )
+        if len(met) != len(call.links):
+            self.why_broken = _OTHER_WAYS
+            return
+        for number, value in zip(call.links, met, strict=True):
+            known = self._refs[number]
+            if known is None:
+                self._bind_outside(number, value)
+            elif known() is not value or value._version != self.bound.versions[number]:  # noqa: SLF001
+                self.why_broken = _OTHER_WAYS
+        if call.needs_grad is not None:
+            self._check_grad(call, met)
+
+    def _bind_outside(self, number: int, tensor: Any) -> None:
+        """A parameter, something the function closes over, the result of a kept block: seen for the first time."""
+        if type(tensor) not in PLAIN_TENSORS or self.plan.makers[number] >= 0 or tensor.is_inference():
+            self.why_broken = _OTHER_WAYS
+            return
+        self._refs[number] = ref(tensor)
+        self.bound.held[number] = hold(tensor)
+        self.bound.versions[number] = tensor._version  # noqa: SLF001
+        if number in self.plan.bases:
+            self._starts[number] = tensor.data_ptr()
+
+    def _bind_views(self, call: Call, result: Any) -> None:
+        """Results that are views must be the same views of the same tensors."""
+        assert call.views is not None
+        refs = self._refs
+        for place, tensor in enumerate((result,) if call.is_single else results_of(result) or ()):
+            number = call.outs[place]
+            if number < 0:
+                continue
+            refs[number] = ref(tensor)
+            self.bound.versions[number] = tensor._version  # noqa: SLF001
+            view = call.views.get(place)
+            if view is not None and not self._is_view(tensor, view):
+                self.why_broken = _OTHER_WAYS
+
+    def _is_view(self, tensor: Tensor, view: View) -> bool:
+        start = self._starts.get(view.number)
+        return (
+            start is not None
+            and tensor.data_ptr() - start == view.delta
+            and tensor.stride() == view.stride
+            and tensor.shape == view.shape
+        )
+
+    def _bind_results(self, call: Call, result: Any) -> None:
+        bound = self.bound
+        for place, (number, tensor) in enumerate(zip(call.outs, results_of(result) or (), strict=True)):
+            if number >= 0:
+                self._refs[number] = ref(tensor)
+                bound.versions[number] = tensor._version  # noqa: SLF001
+                if place in call.kept:
+                    bound.held[number] = tensor.detach()
+                if number in self.plan.bases:
+                    self._starts[number] = tensor.data_ptr()
+
+    def packer(self, frame: Frame) -> Callable[[Tensor], Slot]:
+        """The saved-tensor hook of forward: gives a slot, and checks that the tensor is what the plan says.
+
+        A closure, written out: it runs per saved tensor.
+        """
+        add_slot, refs, pending = frame.slots.append, self._refs, self._pending
+        sources, count, index = self.plan.sources, len(self.plan.sources), -1
+
+        def pack(tensor: Tensor) -> Slot:
+            nonlocal index
+            index += 1
+            if self.why_broken is not None or index >= count:
+                return self._pack_unplanned(frame, tensor, index)
+            source = sources[index]
+            if source is HELD:
+                held = HeldSlot()
+                held.held = held.value = tensor.detach()
+                held.version = held.held._version  # noqa: SLF001
+                slot: PlannedSlot = held
+            else:
+                slot = PlannedSlot()
+                slot.value = None
+                if type(source) is int:
+                    known = refs[source]
+                    if known is None:
+                        pending.append((tensor, source))
+                    elif known() is not tensor:
+                        self.why_broken = _OTHER_WAYS
+                elif type(source) is View:
+                    pending.append((tensor, source))
+                elif type(source) is Inner and source.call != self._next:
+                    self.why_broken = _OTHER_CALLS
+            slot.frame, slot.kept, slot.index = frame, None, index
+            add_slot(ref(slot))
+            return slot
+
+        return pack
+
+    def _pack_unplanned(self, frame: Frame, tensor: Tensor, index: int) -> Slot:
+        """The plan is broken: the function will run again, and what it saves is compared as in any frame."""
+        self.why_broken = self.why_broken or _OTHER_CALLS
+        frame.metas += [None] * (index - len(frame.metas))
+        frame.metas.append(read_meta(tensor))
+        slot = PlannedSlot()
+        slot.frame, slot.value, slot.kept, slot.index = frame, None, None, index
+        frame.slots.append(ref(slot))
+        return slot
+
+    def _check_pending(self) -> None:
+        """Saved views: their base, which may be the result of the very call that saved them, must be where planned."""
+        for tensor, source in self._pending:
+            if isinstance(source, View):
+                if not self._is_view(tensor, source):
+                    self.why_broken = _OTHER_WAYS
+                continue
+            known = self._refs[source]
+            base = known() if known is not None else None
+            if base is None or base.data_ptr() != tensor.data_ptr() or base.stride() != tensor.stride():
+                self.why_broken = _OTHER_WAYS
+        self._pending.clear()
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> States | None:
+        values = (*args, *(kwargs or {}).values())
+        return read_states(sources_of(tensors_in(*values), values))
+
+    def _note_draw(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        now = self.bound.states[index] = self._read(args, kwargs)
+        if now is None:
+            self.why_broken = "a CUDA graph is being captured"
+        elif self._last is None:
+            self._first = now
+        elif not _agree(self._last, now):
+            self.why_broken = _OTHER_DRAWS
+
+    def conclude(self, moved: States) -> None:
+        """Forward is over: was all as planned, and did only those calls draw that were known to?
+
+        Args:
+            moved: the generators that moved, and where they stood at entry.
+        """
+        plan = self.plan
+        if self.why_broken is None and (self._next != len(plan.calls) or any_autocast_enabled() is not self._autocast):
+            self.why_broken = _OTHER_CALLS
+        if self.why_broken is None and self._pending:
+            self._check_pending()
+        first, last = self._first or [], self._last or []
+        known = {id(source) for source, _ in first}
+        if (
+            any(id(source) not in known for source, _ in moved)
+            or not _agree(moved, first)
+            or not _agree(last, [(source, source.read()) for source, _ in last])
+        ):
+            self.why_broken = self.why_broken or _OTHER_DRAWS
+        self._pending.clear()
+
+    def part(self) -> Bound:
+        """Give away what is bound, and hold nothing more: the graph keeps the hooks of forward, and they keep this."""
+        bound, self.bound = self.bound, Bound(0, 0)
+        self._refs.clear()
+        self._starts.clear()
+        return bound
+
+
+def _agree(one: States, other: States) -> bool:
+    """Whether those generators that are in both stand alike."""
+    found = {id(source): state for source, state in other}
+    return all(source.same(state, found[id(source)]) for source, state in one if id(source) in found)

@@ -1,0 +1,379 @@
+"""Learns a plan: records every call of torch that one forward makes, and what it saves, then keeps what is needed.
+
+The recorder is a torch-function mode, which sees each call of torch once, with its arguments (3 µs; a dispatch mode
+sees every operator beneath, at four times the cost). It holds all tensors until the forward is over, so it runs at the
+first call of its kind only; `take.py` follows the plan afterwards.
+
+What the tape cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
+place, tensors that are no plain ones, memory left unfilled for others to write, generators of the user's own, running
+statistics, a backward inside. What is left is replayed once and compared, to the bit, before it is believed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.pytree import Arguments
+from recollect._core.scope import current_run
+from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
+from recollect._recompute.frame import read_meta
+from recollect._selective.kept import States, read_states, sources_of
+from recollect._selective.operators import tensors_in
+from recollect._selective.plan import HELD, NOWHERE, Bound, Call, Inner, Link, Plan, Sequence, Source, View
+
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_UNFILLED = frozenset(
+    {
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(Tensor.new_empty, Tensor.new_empty_strided, Tensor.new, Tensor.set_, Tensor.resize_, Tensor.resize_as_),
+    }
+)
+_GRAD = getattr(Tensor.grad, "__get__")  # noqa: B009 (a descriptor, whatever its annotation says)
+
+
+def name_of_call(func: Any) -> str:
+    """A function of torch in words; an attribute by its name."""
+    owner = getattr(func, "__self__", None)
+    return str(getattr(owner, "__name__", None) or getattr(func, "__name__", func))
+
+
+class Entry:
+    """One call of torch."""
+
+    __slots__ = ("args", "func", "is_single", "kwargs", "links", "outs", "saved", "states")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.links: list[int] = []
+        self.outs: list[int] = []
+        self.is_single = True
+        self.saved = 0
+        self.states: States = []
+
+
+class Tape(FunctionMode):
+    """Records one forward.
+
+    Attributes:
+        entries: its calls that gave tensors.
+        tensors: all tensors it met, by number.
+        saved: each saved tensor, the call that saved it (None: none did) and which of its saved tensors it is.
+        why_broken: why it cannot be believed; None if it can.
+    """
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self.region = region
+        self.entries: list[Entry] = []
+        self.tensors: list[Tensor] = []
+        self.saved: list[tuple[Tensor, Entry | None, int]] = []
+        self.why_broken: str | None = None
+        self.is_paused = False
+        self.current: Entry | None = None
+        self._versions: list[int] = []
+        self._makers: list[int] = []
+        self._inputs: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._autocast = any_autocast_enabled()
+        self._run = current_run()  # a backward inside the function may recompute: that is another run
+
+    def begin(self, arguments: Arguments) -> None:
+        """Number the region's arguments."""
+        for index in arguments.tensors:
+            tensor = arguments.leaves[index]
+            if id(tensor) not in self._numbers:
+                self._inputs[self._new(tensor, NOWHERE)] = index
+
+    def broken(self, why: str) -> None:
+        """The tape cannot vouch for what happens."""
+        if self.why_broken is None:
+            self.why_broken = why
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make the call and record it."""
+        kwargs = kwargs or {}
+        if self.is_paused or self.why_broken is not None or current_run() is not self._run:
+            return func(*args, **kwargs)
+        if func in BACKWARD:
+            self.broken(f"{name_of_call(func)} runs inside it")
+            return func(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        if any(isinstance(value, torch.Generator) for value in values):
+            self.broken("it draws from a generator of its own")
+        entry = Entry(func)
+        states = read_states(sources_of(tensors_in(*values), values))
+        if states is None:
+            self.broken("a CUDA graph is being captured")
+        entry.states = states or []
+        outer, self.current = self.current, entry
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.current = outer
+        self._record(entry, args, kwargs, result)
+        return result
+
+    def _record(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        func = entry.func
+        if getattr(func, "__name__", "") == "__set__":
+            self.broken(f"it sets the attribute {name_of_call(func)} of a tensor")
+        results = results_of(result)
+        if results is None:
+            if entry.saved:
+                self.broken(f"{name_of_call(func)} gives no tensor that could be made again")
+            return
+        if func in _UNFILLED or func == _GRAD:
+            self.broken(f"{name_of_call(func)} cannot be made again")
+        if any_autocast_enabled() is not self._autocast:
+            self.broken("it switches autocast on or off")
+        entry.is_single = type(result) is Tensor
+        entry.args = [self._template(value, entry.links) for value in args]
+        entry.kwargs = {name: self._template(value, entry.links) for name, value in kwargs.items()}
+        entry.outs = [self._number(tensor, len(self.entries)) for tensor in results]
+        self.entries.append(entry)
+
+    def _template(self, value: Any, links: list[int]) -> Any:
+        if isinstance(value, Tensor):
+            number = self._number(value, NOWHERE)
+            links.append(number)
+            return Link(number)
+        if isinstance(value, (list, tuple)) and tensors_in(value):
+            return Sequence(type(value), [self._template(item, links) for item in value])
+        if isinstance(value, dict) and tensors_in(value):
+            self.broken("a call of torch takes a dict with tensors")
+        return list(value) if type(value) is list else value
+
+    def _new(self, tensor: Tensor, maker: int) -> int:
+        number = self._numbers[id(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        self._makers.append(maker)
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_inference():
+            self.broken(f"it works on a tensor of a kind of its own ({type(tensor).__name__}, {tensor.layout})")
+            self._versions.append(0)
+        else:
+            self._versions.append(tensor._version)  # noqa: SLF001
+        return number
+
+    def _number(self, tensor: Tensor, maker: int) -> int:
+        number = self._numbers.get(id(tensor))
+        return self._new(tensor, maker) if number is None else number
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """A tensor is saved."""
+        entry = self.current
+        self.saved.append((tensor, entry, entry.saved if entry is not None else 0))
+        if entry is not None:
+            entry.saved += 1
+
+    def forget(self) -> None:
+        """Let every tensor go."""
+        self.tensors, self.saved, self.entries, self._numbers = [], [], [], {}
+
+    # After forward.
+    def check_versions(self) -> None:
+        """Break if anything was written into in place."""
+        if self.why_broken is None and any(
+            tensor._version != version  # noqa: SLF001
+            for tensor, version in zip(self.tensors, self._versions, strict=True)
+        ):
+            self.broken("it writes into tensors in place")
+
+    def results(self, entry: Entry) -> list[Tensor]:
+        """What a call gave."""
+        return [self.tensors[number] for number in entry.outs]
+
+    def saved_inside(self, entry: Entry) -> list[Tensor]:
+        """What a call saved of its own."""
+        return [t for t, owner, _ in self.saved if owner is entry and self._trace(t, entry) is None]
+
+    def _trace(self, tensor: Tensor, entry: Entry | None) -> Source | None:
+        """The number of a saved tensor, or of what it is a view of; None if it was made inside its call."""
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            return number
+        if entry is not None:
+            for number in (*entry.outs, *entry.links):
+                if _is_view(tensor, self.tensors[number]):
+                    return _view(tensor, self.tensors[number], number)
+        return None
+
+    def _views(self, viewing: set[int]) -> list[View | None]:
+        """For each number, what it is a view of, seen through views of views, if the calls that made them only view."""
+        views: list[View | None] = [None] * len(self.tensors)
+        for index in sorted(viewing):
+            entry = self.entries[index]
+            for number in entry.outs:
+                tensor = self.tensors[number]
+                for link in entry.links:
+                    base = views[link]
+                    root = link if base is None else base.number
+                    other = self.tensors[root]
+                    if root != number and self._makers[number] == index and _is_view(tensor, other):
+                        views[number] = _view(tensor, other, root)
+                        break
+        return views
+
+    def plan(self, kept: set[int], drawing: set[int], viewing: set[int]) -> tuple[Plan, Bound]:
+        """What replay needs so that results of these calls, by index, are kept, and what this execution has of it.
+
+        Args:
+            kept: the calls whose results are kept.
+            drawing: the calls that draw random numbers.
+            viewing: the calls that only view.
+        """
+        outside = {n for n, maker in enumerate(self._makers) if maker == NOWHERE and n not in self._inputs}
+        raw = Plan()
+        raw.makers = list(self._makers)
+        raw.views = self._views(viewing - kept)
+        index_of = {id(entry): index for index, entry in enumerate(self.entries)}
+        for entry in self.entries:
+            call = Call(entry.func, None, is_single=entry.is_single, draws=False)
+            call.links = tuple(entry.links)
+            raw.calls.append(call)
+        for tensor, owner, place in self.saved:
+            source = self._trace(tensor, owner)
+            base = source.number if isinstance(source, View) else source
+            beneath = raw.views[base] if isinstance(base, int) else None
+            if beneath is not None:
+                base = beneath.number
+                source = _view(tensor, self.tensors[base], base)
+            if base is None:
+                index = NOWHERE if owner is None else index_of.get(id(owner), NOWHERE)
+                source = HELD if index == NOWHERE or index in kept else Inner(index, place)
+            elif base in outside:
+                source = HELD
+            assert source is not None
+            raw.sources.append(source)
+            raw.metas.append(read_meta(tensor))
+        held: list[Any] = [None] * len(self.tensors)
+        for number in outside.union(*(self.entries[index].outs for index in kept)):
+            held[number] = self.tensors[number]
+        uses = raw.count_uses(list(range(len(raw.sources))), held)
+        return _Renumbering(self, raw, held, uses).finish(drawing)
+
+
+class _Renumbering:
+    """Turns what the tape saw into a plan of what is needed."""
+
+    def __init__(self, tape: Tape, raw: Plan, held: list[Any], uses: list[int]) -> None:
+        self._tape, self._raw, self._held, self._uses = tape, raw, held, uses
+        needed = {n for n, count in enumerate(uses) if count}
+        # Views have numbers too: not to be made, but to be known again where a call takes them.
+        needed |= {n for n, view in enumerate(raw.views) if view is not None and view.number in needed}
+        self._new = {number: new for new, number in enumerate(sorted(needed))}
+
+    def finish(self, drawing: set[int]) -> tuple[Plan, Bound]:  # noqa: C901 (one pass over each list)
+        tape, raw, held, uses, new = self._tape, self._raw, self._held, self._uses, self._new
+        plan = Plan()
+        plan.makers = [raw.makers[number] for number in new]
+        plan.uses = [uses[number] for number in new]
+        plan.metas = raw.metas
+        plan.views = [self._view(raw.views[number]) for number in new]
+        plan.inputs = {new[number]: leaf for number, leaf in tape._inputs.items() if number in new}  # noqa: SLF001
+        bound = Bound(len(new), len(tape.entries))
+        for number, place in new.items():
+            bound.versions[place] = tape._versions[number]  # noqa: SLF001
+            if held[number] is not None and raw.views[number] is None:
+                bound.held[place] = hold(held[number])
+        inner_calls = {source.call for source in raw.sources if isinstance(source, Inner)}
+        made_again = inner_calls | {
+            raw.makers[n] for n in new if raw.makers[n] != NOWHERE and held[n] is None and raw.views[n] is None
+        }
+        for index, entry in enumerate(tape.entries):
+            call = self._call(entry, draws=index in drawing, is_recorded=index in made_again)
+            if index in made_again:
+                bound.arguments[index] = self._arguments(call, entry)
+                if call.draws:
+                    bound.states[index] = entry.states
+            if index in inner_calls:
+                call.needs_grad = tuple(tape.tensors[number].requires_grad for number in entry.links)
+            call.settle()
+            plan.calls.append(call)
+        bases = {view.number for view in plan.views if view is not None}
+        for place, source in enumerate(raw.sources):
+            renumbered: Source = new[source] if isinstance(source, int) else self._view(source) or source
+            if isinstance(source, Inner):
+                plan.inner.setdefault(source.call, []).append(place)
+            plan.sources.append(renumbered)
+            if isinstance(renumbered, View):
+                bases.add(renumbered.number)
+        plan.bases = frozenset(bases)
+        for call in plan.calls:
+            call.is_base = call.number in bases
+        return plan, bound
+
+    def _view(self, source: Any) -> View | None:
+        if not isinstance(source, View):
+            return None
+        return View(self._new[source.number], source.shape, source.stride, source.steps, source.delta)
+
+    def _call(self, entry: Entry, *, draws: bool, is_recorded: bool) -> Call:
+        tape, new = self._tape, self._new
+        results = tape.results(entry)
+        shapes = results[0].shape if entry.is_single else [(tensor.shape, tensor.dtype) for tensor in results]
+        call = Call(entry.func, shapes, is_single=entry.is_single, draws=draws)
+        call.dtype = results[0].dtype
+        call.outs = [new.get(number, NOWHERE) for number in entry.outs]
+        views = {place: self._view(self._raw.views[number]) for place, number in enumerate(entry.outs) if number in new}
+        call.views = {place: view for place, view in views.items() if view is not None} or None
+        call.kept = frozenset(
+            place for place in views if views[place] is None and self._held[entry.outs[place]] is not None
+        )
+        call.is_recorded = is_recorded
+        call.is_checked = is_recorded or (call.views is not None and all(number in new for number in entry.links))
+        if call.is_checked:
+            call.links = tuple(new[number] for number in entry.links)
+            call.size = len(entry.args)
+            call.is_general = any(isinstance(value, (Link, Sequence)) for value in entry.kwargs.values()) or any(
+                isinstance(value, Sequence) for value in entry.args
+            )
+            if not call.is_general:
+                places = enumerate(entry.args)
+                call.tensors = tuple((place, new[value]) for place, value in places if isinstance(value, Link))
+                call.others = tuple(p for p, value in enumerate(entry.args) if not isinstance(value, Link))
+        return call
+
+    def _arguments(self, call: Call, entry: Entry) -> Any:
+        if call.is_general:
+            args = [self._renumber(value) for value in entry.args]
+            return args, {name: self._renumber(value) for name, value in entry.kwargs.items()}
+        return ([entry.args[place] for place in call.others], entry.kwargs) if call.others or entry.kwargs else None
+
+    def _renumber(self, value: Any) -> Any:
+        if isinstance(value, Link):
+            return Link(self._new[value])
+        if isinstance(value, Sequence):
+            return Sequence(value.kind, [self._renumber(item) for item in value.items])
+        return value
+
+
+def _is_view(tensor: Tensor, other: Tensor) -> bool:
+    return other.untyped_storage() is tensor.untyped_storage() and other.dtype == tensor.dtype
+
+
+def _view(tensor: Tensor, other: Tensor, number: int) -> View:
+    steps = int(tensor.storage_offset() - other.storage_offset())
+    return View(number, tensor.shape, tensor.stride(), steps, steps * tensor.element_size())
+
+
+def hold(tensor: Tensor) -> Tensor:
+    """What to hold of a tensor: a leaf itself, of others an alias cut off from the graph; both see writes."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def results_of(result: Any) -> list[Tensor] | None:
+    """The tensors that a call gave; None if it gave none, or something that cannot be made again in parts."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)) and type(result) is not torch.Size:
+        found = [part for part in result if isinstance(part, Tensor)]
+        return found or None
+    return None

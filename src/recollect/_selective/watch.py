@@ -1,0 +1,311 @@
+"""The dispatch modes that keep single operators: one around forward, one around recomputation.
+
+They see every operator, so they cost some microseconds for each. They run at a region's first call, to learn what its
+policy says (`ledger.py`), and stay where nothing lighter is exact: see docs/design/selective.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from recollect._core.errors import MismatchError
+from recollect._core.scope import current_run, is_last_recomputation
+from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
+from recollect._core.torch_private.engine import current_pass
+from recollect._core.torch_private.schemas import OpOverload
+from recollect._recompute.oplog import describe_tensor
+from recollect._recompute.places import Place, Places
+from recollect._selective.kept import (
+    Hooks,
+    KeptCall,
+    Meta,
+    States,
+    moved_states,
+    read_states,
+    refuse_capture,
+    sources_of,
+)
+from recollect._selective.operators import Operator, has_storage, is_cached_cast, operator_of, tensors_in
+
+Key = tuple[Any, ...]
+"""An operator or block, and which call of it.
+
+An operator's calls are numbered apart with grad mode on and off: a warm-up without gradients may happen only once.
+"""
+
+
+class Answer(Protocol):
+    """What becomes of an operator's result: a line of the ledger, or whatever else says as much."""
+
+    place: Place | None
+
+    @property
+    def is_kept(self) -> bool: ...
+
+
+Decide = Callable[[Any, Operator, int, tuple[Any, ...], dict[str, Any], Any], Answer]
+"""Asked of each operator after it ran: the operator, facts about it, which call of it, arguments, result."""
+
+
+def metas_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Meta]:
+    """What tells two calls of an operator apart."""
+    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(args, kwargs)]
+
+
+class Counter:
+    """Numbers the calls of each operator or block."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[Any, int] = {}
+
+    def next(self, what: Any) -> int:
+        number = self._counts.get(what, 0)
+        self._counts[what] = number + 1
+        return number
+
+    def count(self, what: Any) -> int:
+        """How many calls there were."""
+        return self._counts.get(what, 0)
+
+
+class Shelf:
+    """What one execution of a region keeps; filled by forward, read by its recomputations."""
+
+    __slots__ = ("_is_packed", "calls", "region")
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self.calls: dict[Key, KeptCall] = {}
+        self._is_packed = False
+
+    def settle(self, hooks: Hooks | None) -> None:
+        """At the end of forward: inside other hooks, kept values are saved tensors of whoever set them."""
+        if hooks is not None:
+            self._is_packed = True
+            for call in self.calls.values():
+                call.hand_to(hooks)
+
+    def unpack(self) -> None:
+        """Before a recomputation: get back what others hold."""
+        if self._is_packed:
+            for call in self.calls.values():
+                call.unpack()
+
+    def take(self, key: Key) -> KeptCall | None:
+        """What was kept of a call; in the last recomputation it leaves the shelf."""
+        return self.calls.pop(key, None) if is_last_recomputation() else self.calls.get(key)
+
+
+class _Made:
+    """A call that is not kept, remembered in case its result is given a name."""
+
+    __slots__ = ("answer", "inputs", "key", "operator", "results", "states")
+
+    def __init__(self, key: Key, operator: Operator, answer: Answer, inputs: list[Meta]) -> None:
+        self.key, self.operator, self.answer, self.inputs = key, operator, answer, inputs
+        self.states: States | None = None
+        self.results: list[ref[Tensor]] = []
+
+
+class _Watch(DispatchMode):
+    """What both modes look away from: blocks that are kept whole, other recomputations, what autocast may cache."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__()
+        self._shelf = shelf
+        self._counter = Counter()
+        self._run = current_run()  # a backward inside the function may recompute: that is another run
+        self.is_paused = False
+
+    def _looks_away(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self.is_paused or current_run() is not self._run or is_cached_cast(func, args, kwargs)
+
+
+class ForwardWatch(_Watch):
+    """Keeps what `decide` says, while forward runs.
+
+    Args:
+        shelf: where it goes.
+        decide: asked once for each operator, after it ran.
+        notes_makers: whether to remember who made which value, for `keep_maker`.
+        own: ids of buffers: blocks may update them, which happens once.
+
+    Attributes:
+        saw_backward: whether the function itself runs a backward pass.
+    """
+
+    def __init__(
+        self, shelf: Shelf, decide: Decide, *, notes_makers: bool = False, own: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(shelf)
+        self._decide = decide
+        self._own = own
+        self._pass = current_pass()
+        self.saw_backward = self.wrote_outside = False
+        self._made_inside: list[ref[Any]] = []
+        self._makers: list[_Made] | None = [] if notes_makers else None
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and keep its result if it is to be kept."""
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        if current_pass() != self._pass:
+            self.saw_backward = True
+        if operator.is_ignored or self._looks_away(func, args, kwargs):
+            return self._run_in_block(func, operator, args, kwargs) if self.is_paused else func(*args, **kwargs)
+        if operator.writes and self._shelf.calls:
+            self._before_write(operator, args, kwargs)
+        before = self._states(args, kwargs) if operator.is_random else []
+        # Compiled code takes its inputs out of the list it is given.
+        inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
+        result = func(*args, **kwargs)
+        call = self._counter.next((func, torch.is_grad_enabled()))
+        answer = self._decide(func, operator, call, args, kwargs, result)
+        if operator.can_be_kept and (answer.is_kept or self._makers is not None):
+            made = _Made((func, torch.is_grad_enabled(), call), operator, answer, inputs or metas_of(args, kwargs))
+            if before:
+                made.states = moved_states(before, self._states(args, kwargs))
+            if answer.is_kept:
+                if before is None:
+                    refuse_capture(self._shelf.region, operator.name)
+                self._keep(made, result)
+            elif self._makers is not None:
+                made.results = [ref(tensor) for tensor in tensors_in(result)]
+                self._makers.append(made)
+        return result
+
+    def _run_in_block(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator inside a block that is kept whole: see whether it writes into what others may read."""
+        result = func(*args, **kwargs)
+        for tensor in self._written(operator, args, kwargs):
+            storage = tensor.untyped_storage()
+            if id(tensor) not in self._own and not any(weak() is storage for weak in self._made_inside):
+                self.wrote_outside = True
+        if not operator.is_view:
+            self._made_inside.extend(
+                ref(tensor.untyped_storage()) for tensor in tensors_in(result) if has_storage(tensor)
+            )
+        return result
+
+    def begin_block(self, given: list[Tensor]) -> None:
+        """A block that is kept whole begins: look away. What it is given is looked after by its versions."""
+        self.is_paused, self.wrote_outside = True, False
+        self._made_inside = [ref(tensor.untyped_storage()) for tensor in given if has_storage(tensor)]
+
+    def end_block(self) -> bool:
+        """It is over; gives whether it wrote into something that it neither made nor was given."""
+        self.is_paused, self._made_inside = False, []
+        return self.wrote_outside
+
+    def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
+        return read_states(sources_of(tensors_in(args, kwargs), (*args, *kwargs.values())))
+
+    def _keep(self, made: _Made, result: Any) -> None:
+        kept = KeptCall.of(made.operator.name, result, alias_with_version)
+        kept.place, kept.inputs, kept.states = made.answer.place, made.inputs, made.states
+        if made.operator.writes:  # its own write shows in the version only after this
+            kept.copy_out()
+        self._shelf.calls[made.key] = kept
+
+    def keep_maker(self, value: Tensor) -> Answer | None:
+        """Keep, after the fact, the operator call that made a value or what it is a view of; gives its answer.
+
+        None if the call is not known: it ran in a kept block, outside of the region, or is kept already.
+        """
+        storage = value.untyped_storage()
+        for made in reversed(self._makers or ()):
+            results = [weak() for weak in made.results]
+            if any(result is not None and result.untyped_storage() is storage for result in results):
+                if len(results) == 1:  # of several, some may be gone: the call is kept from the next time on
+                    self._keep(made, results[0])
+                return made.answer
+        return None
+
+    def _written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        return tensors_in(
+            *(args[position] if position < len(args) else kwargs.get(name) for position, name in operator.writes)
+        )
+
+    def _before_write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        storages = [tensor.untyped_storage() for tensor in self._written(operator, args, kwargs)]
+        for call in self._shelf.calls.values():
+            if call.shares_memory(storages):
+                self._meet_write(call, operator)
+
+    def _meet_write(self, kept: KeptCall, operator: Operator) -> None:
+        """An operator is about to write into a kept value."""
+        kept.copy_out()
+        kept.is_written = True
+        if kept.line is not None:
+            kept.line.is_written = True  # from the next call on, a copy is kept at once
+
+
+class AgainWatch(_Watch):
+    """Gives recomputation what forward kept, in place of running it."""
+
+    def __init__(self, shelf: Shelf, *, refuse: Callable[[KeptCall], None] | None = None) -> None:
+        super().__init__(shelf)
+        self._refuse = refuse
+
+    def __enter__(self) -> Self:
+        """A recomputation starts: count from the beginning."""
+        self._counter = Counter()
+        self._run = current_run()
+        self._shelf.unpack()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Give what was kept of this call, or run it."""
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        if operator.is_ignored or self._looks_away(func, args, kwargs):
+            return func(*args, **kwargs)
+        is_tracked = torch.is_grad_enabled()
+        call = self._counter.next((func, is_tracked))
+        kept = self._shelf.take((func, is_tracked, call))
+        if kept is None:
+            return func(*args, **kwargs)
+        given = tensors_in(args, kwargs)
+        if kept.inputs != [(tensor.shape, tensor.dtype) for tensor in given]:
+            self._mismatch(kept, call, given)
+        if kept.is_changed or kept.must_rerun:
+            if self._refuse is not None:
+                self._refuse(kept)
+            return func(*args, **kwargs)
+        result = kept.serve(is_last=is_last_recomputation())
+        if not operator.writes:
+            return result
+        ((position, name),) = operator.writes
+        target: Tensor = args[position] if position < len(args) else kwargs[name]
+        return target.copy_(result)
+
+    def _mismatch(self, kept: KeptCall, call: int, given: list[Tensor]) -> None:
+        was = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in kept.inputs or ())
+        now = ", ".join(describe_tensor(tensor) for tensor in given)
+        place = kept.place or Places(self._shelf.region).find(2)
+        message = (
+            f"region '{self._shelf.region}': call {call} of {kept.label}{place}, which was kept, ran on {was} in "
+            f"forward and meets {now} in recomputation.\n"
+            "The function takes another way than in forward: it read something that changed in between.\n"
+            "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
+        )
+        raise MismatchError(message)

@@ -1,0 +1,304 @@
+"""Selective checkpointing with torch's names: a policy says of each operator whether its result is kept.
+
+The policy is asked in forward only, once for each operator, after it ran. Whatever it says, some run again, to the same
+values and at no cost in memory: views, operators that write in place (unless they draw random numbers), memory that is
+not filled yet. Backward can be run as often as the graph allows, with ``debug=True`` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy  # torch's own, so that its users' policies mean the same here
+
+from recollect._core.errors import ChangedInputError, CheckpointError, MismatchError
+from recollect._core.torch_private.engine import top_hooks
+from recollect._core.torch_private.ops import op_name, packet_name
+from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
+from recollect._recompute.places import Place, Places
+from recollect._selective.kept import KeptCall
+from recollect._selective.ledger import refuse_offload
+from recollect._selective.operators import Operator, operator_of
+from recollect._selective.watch import AgainWatch, Counter, ForwardWatch, Shelf
+
+_aten, _profiler = torch.ops.aten, torch.ops.profiler
+
+SAC_IGNORED_OPS: set[Any] = {
+    _aten.detach.default,
+    _aten.lift_fresh.default,
+    torch.ops.prim.device.default,
+    _aten.is_contiguous.default,
+    _aten.is_contiguous.memory_format,
+    _aten.is_strides_like_format.default,
+    _aten.is_non_overlapping_and_dense.default,
+    _aten.size.default,
+    _aten.sym_size.default,
+    _aten.stride.default,
+    _aten.sym_stride.default,
+    _aten.storage_offset.default,
+    _aten.sym_storage_offset.default,
+    _aten.numel.default,
+    _aten.sym_numel.default,
+    _aten.dim.default,
+    _profiler._record_function_enter.default,  # noqa: SLF001
+    _profiler._record_function_enter_new.default,  # noqa: SLF001
+    _profiler._record_function_exit.default,  # noqa: SLF001
+    _profiler._record_function_exit._RecordFunction,  # noqa: SLF001
+}
+"""Operators that no policy is asked about: they run at other times in recomputation than in forward. Yours to add to,
+while no graph is alive that was made before."""
+
+Policy = Callable[..., Any]
+
+
+class SelectiveCheckpointContext:
+    """What a policy is told besides the operator and its arguments.
+
+    Attributes:
+        is_recompute: False: the policy is asked in forward only.
+        op_output: the operator's result.
+    """
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+class _Answer:
+    """What becomes of a result."""
+
+    __slots__ = ("is_kept", "place")
+
+    def __init__(self, *, is_kept: bool) -> None:
+        self.is_kept = is_kept
+        self.place: Place | None = None  # looked for when an error needs it: recomputation comes by the same place
+
+
+_KEEP, _RECOMPUTE = _Answer(is_kept=True), _Answer(is_kept=False)
+_MEANINGS = {
+    CheckpointPolicy.MUST_SAVE: _KEEP,
+    CheckpointPolicy.PREFER_SAVE: _KEEP,
+    CheckpointPolicy.MUST_RECOMPUTE: _RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: _RECOMPUTE,
+}
+
+
+class _Asker:
+    """Asks the policy. Not the mode itself, which would then hold itself alive."""
+
+    __slots__ = ("_policy",)
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def ask(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> _Answer:
+        """What becomes of one result."""
+        del call
+        answer = self._policy(SelectiveCheckpointContext(is_recompute=False, op_output=result), func, *args, **kwargs)
+        if isinstance(answer, bool):
+            meaning = _KEEP if answer else _RECOMPUTE
+        elif not isinstance(answer, CheckpointPolicy):
+            message = f"the policy answered {answer!r} for {operator.name}; expected a CheckpointPolicy or a bool"
+            raise TypeError(message)
+        elif answer in _MEANINGS:
+            meaning = _MEANINGS[answer]
+        else:
+            refuse_offload(f"the policy answered {answer.name}", operator.name)
+        return meaning
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Policy | list[Any],
+    allow_cache_entry_mutation: bool = False,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Give the two contexts of one region under a policy; make it the ``context_fn`` of `checkpoint`, by a partial.
+
+    Args:
+        policy_fn_or_list: the operators whose results are kept, as overloads; or a function of a
+            `SelectiveCheckpointContext`, the operator and its arguments that answers a `CheckpointPolicy` or a bool.
+        allow_cache_entry_mutation: whether the function may write into a kept value. The value is then copied before
+            it is written into, so that recomputation is given what forward computed. If not, recomputation raises.
+
+    Raises:
+        ValueError: something in the list is not an overload.
+        TypeError: neither a list nor callable.
+
+    >>> import functools, torch
+    >>> from recollect.compat import checkpoint, create_selective_checkpoint_contexts
+    >>> keep_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    >>> x = torch.randn(4, 4, requires_grad=True)
+    >>> y = checkpoint(lambda x: (x @ x).sin().exp(), x, use_reentrant=False, context_fn=keep_products)
+    >>> y.sum().backward()  # runs sin and exp again, but no product
+    >>> create_selective_checkpoint_contexts([torch.ops.aten.mm])
+    Traceback (most recent call last):
+    ...
+    ValueError: aten.mm stands for several operators; write the one that is meant: torch.ops.aten.mm.default, ...
+    """
+    if isinstance(policy_fn_or_list, list):
+        policy = _policy_of(policy_fn_or_list)
+    elif callable(policy_fn_or_list):
+        policy = policy_fn_or_list
+    else:
+        message = f"expected a list of operators or a policy function, not {policy_fn_or_list!r}"
+        raise TypeError(message)
+    shelf = _Shelf(may_write=bool(allow_cache_entry_mutation))
+    return _Forward(shelf, policy), _Again(shelf)
+
+
+def _policy_of(ops: list[Any]) -> Policy:
+    for op in ops:
+        if isinstance(op, (OpOverload, HigherOrderOperator)):
+            continue
+        packet = packet_name(op)
+        if packet is not None:
+            overloads = [f"torch.ops.{packet}.{name}" for name in op.overloads()]
+            message = f"{packet} stands for several operators; write the one that is meant: {', '.join(overloads)}"
+        elif (name := op_name(op)) is not None:
+            message = f"{op!r} wraps an operator; write the operator itself: torch.ops.{name}"
+        else:
+            message = f"{op!r} is no operator; write overloads such as torch.ops.aten.mm.default"
+        raise ValueError(message)
+    kept = frozenset(ops)
+
+    def keep_listed(_: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any) -> bool:
+        return op in kept
+
+    return keep_listed
+
+
+class _Shelf(Shelf):
+    """What forward tells recomputation: what was kept, how often each operator ran, who wrote into a kept value."""
+
+    __slots__ = ("is_complete", "may_write", "ran", "writers")
+
+    def __init__(self, *, may_write: bool) -> None:
+        super().__init__("selective checkpoint")
+        self.may_write = may_write
+        self.is_complete = False
+        self.ran = Counter()
+        self.writers: dict[KeptCall, str] = {}
+
+    def refuse(self, kept: KeptCall) -> None:
+        """Raise, because a kept value was written into; where that is allowed the call is run again.
+
+        Raises:
+            ChangedInputError: it is not allowed.
+        """
+        if self.may_write:
+            return
+        message = (
+            f"region '{self.region}': the result of {kept.label}{Places().find(2)}, which the policy keeps, was "
+            f"changed in place by {self.writers.get(kept, 'something after the region')}.\n"
+            "Recomputation would be given the changed value. Use the out-of-place form of that operation, or pass "
+            "allow_cache_entry_mutation=True: the value is then copied before it is written into."
+        )
+        raise ChangedInputError(message)
+
+
+class _Forward(ForwardWatch):
+    """Around forward: asks the policy, and keeps."""
+
+    _shelf: _Shelf
+
+    def __init__(self, shelf: _Shelf, policy: Policy) -> None:
+        super().__init__(shelf, _Asker(policy).ask)
+        self._counter = shelf.ran
+        self._was_entered = False
+        # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.
+        self._around = top_hooks(True)
+
+    def __enter__(self) -> Self:
+        if self._was_entered:
+            message = (
+                "the contexts of create_selective_checkpoint_contexts serve one call of a region, and were used before."
+                "\nGive `checkpoint` a function that makes new ones: "
+                "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)."
+            )
+            raise CheckpointError(message)
+        self._was_entered = True
+        return super().__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        self._shelf.is_complete = True
+        if exc is None:
+            self._shelf.settle(self._around)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and keep its result if the policy says so."""
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _meet_write(self, kept: KeptCall, operator: Operator) -> None:
+        if self._shelf.may_write:
+            super()._meet_write(kept, operator)
+        else:
+            kept.must_rerun = True  # in inference mode the version would not tell
+            self._shelf.writers.setdefault(kept, f"{operator.name}{Places().find(2)}")
+
+
+class _Again(AgainWatch):
+    """Around each recomputation: gives what was kept."""
+
+    _shelf: _Shelf
+
+    def __init__(self, shelf: _Shelf) -> None:
+        super().__init__(shelf, refuse=shelf.refuse)
+
+    def __enter__(self) -> Self:
+        """A recomputation starts: count from the beginning, as far as forward came."""
+        entered = super().__enter__()
+        if self._shelf.is_complete:  # not in a backward inside the function
+            self._counter = _Limited(self._shelf)
+        return entered
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Give what was kept of this call, or run it."""
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Limited(Counter):
+    """Numbers the calls of a recomputation, and refuses those that forward did not make."""
+
+    __slots__ = ("_shelf",)
+
+    def __init__(self, shelf: _Shelf) -> None:
+        super().__init__()
+        self._shelf = shelf
+
+    def next(self, what: Any) -> int:
+        number = super().next(what)
+        if number >= self._shelf.ran.count(what):
+            self._refuse(what, number)
+        return number
+
+    def _refuse(self, what: Any, number: int) -> NoReturn:
+        func, _is_tracked = what
+        message = (
+            f"region '{self._shelf.region}': recomputation calls {operator_of(func).name}{Places().find(3)}, more "
+            f"often than forward, which called it {number} times.\n"
+            "The function takes another way than in forward: it read something that changed in between.\n"
+            "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
+        )
+        raise MismatchError(message)
