@@ -12,6 +12,8 @@ from recollect._core.errors import (
     TransformError,
 )
 from recollect._core.scope import is_recomputing, name, region
+from recollect._fit.explain import explain
+from recollect._fit.saved import print_saved
 from recollect._recompute.ambient import register_ambient
 from recollect._recompute.capture import graph_rng
 from recollect._recompute.modules import register_state
@@ -28,11 +30,13 @@ __all__ = [
     "TransformError",
     "ValueCheck",
     "checkpoint",
+    "explain",
     "explain_mismatch",
     "graph_rng",
     "is_recomputing",
     "name",
     "policies",
+    "print_saved",
     "region",
     "register_ambient",
     "register_state",

@@ -133,7 +133,7 @@ def print_saved(loss: Any, *, top: int = 20) -> None:
     >>> import torch, recollect
     >>> x = torch.ones(256, requires_grad=True)
     >>> y = recollect.checkpoint(lambda x: x.sin().cos(), name="f")(x.sigmoid())
-    >>> print_saved(y.exp().sum())
+    >>> recollect.print_saved(y.exp().sum())
        bytes  tensor        held by
     1.00 KiB  float32[256]  ExpBackward0.result
     1.00 KiB  float32[256]  region 'f' (argument 0), SigmoidBackward0.result

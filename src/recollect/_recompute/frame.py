@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from _thread import RLock, get_ident  # the class itself: `threading.RLock` is a function around it
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.pytree import is_container, tree_leaves
+from recollect._recompute.contexts import Contexts
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.oplog import OpLog, describe_tensor
 from recollect._recompute.slots import Handed, Slot
@@ -134,7 +135,7 @@ class Frame:
         self.evidence: Evidence | None = None
         self.log: OpLog | None = None
         self.contexts: list[AbstractContextManager[Any]] | None = None
-        self.entered: ExitStack | None = None
+        self.entered: Contexts | None = None
         self.recompute_context: AbstractContextManager[Any] | None = None
         self.lock = RLock()
         self.thread, self.is_home = get_ident(), False  # where forward runs; whether recomputation did
@@ -150,10 +151,9 @@ class Frame:
             pack = self._prepare(args, kwargs)
         push_hooks(pack, unpack)
         if self.contexts is not None:
-            contexts, self.contexts, self.entered = self.contexts, None, ExitStack()
+            contexts, self.contexts, self.entered = self.contexts, None, Contexts()
             try:
-                for context in contexts:
-                    self.entered.enter_context(context)
+                self.entered.enter(contexts)
             except BaseException as error:
                 self.fail(error)
                 raise
@@ -214,7 +214,7 @@ class Frame:
         try:
             if self.entered is not None:
                 entered, self.entered = self.entered, None
-                entered.close()
+                entered.leave()
         except BaseException:
             self.around.abandon()
             raise
@@ -231,7 +231,7 @@ class Frame:
         self.around.abandon()
         try:
             entered, self.entered = self.entered, None
-            return entered is not None and bool(entered.__exit__(type(error), error, error.__traceback__))
+            return entered is not None and entered.leave(error)
         finally:
             pop_hooks()
 

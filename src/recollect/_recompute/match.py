@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from recollect._core.errors import MismatchError
+from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.units import count_noun, format_bytes
 from recollect._recompute.frame import StopRecomputation, observe, read_meta
 from recollect._recompute.oplog import OpLog, compare_logs
@@ -214,7 +215,9 @@ class Recorder:
         assert again is not None
         reported = {index for index, _ in self._differ}
         for index in sorted(again.kept.keys() & forward.kept.keys() - reported):
-            if check.differs(forward.kept[index], again.kept[index]):
+            with without_dispatch_modes():
+                is_different = check.differs(forward.kept[index], again.kept[index])
+            if is_different:
                 kept = (
                     f" (host copies kept for this check: {format_bytes(forward.host_bytes)})"
                     if forward.host_bytes

@@ -48,17 +48,15 @@ class Wanted:
 class _Side:
     """What forward and recomputation have in common: the watcher of one run of the function."""
 
-    __slots__ = ("_counter", "_hooks", "_is_inside", "_tokens", "_wanted", "shelf")
+    __slots__ = ("_counter", "_is_inside", "_tokens", "_wanted", "shelf")
 
     def __init__(self, shelf: Shelf, wanted: Wanted) -> None:
         self.shelf, self._wanted = shelf, wanted
         self._counter = Counter()
-        self._hooks: Hooks | None = None
         self._is_inside = False
         self._tokens: list[Token[Watcher | None]] = []
 
     def _begin(self, own: Watcher) -> None:
-        self._hooks = top_hooks(True)  # noqa: FBT003
         self._counter = Counter()
         open_taps(self._wanted.taps)
         self._tokens.append(watcher.set(own))
@@ -66,24 +64,12 @@ class _Side:
     def _end(self) -> None:
         watcher.reset(self._tokens.pop())
         close_taps(self._wanted.taps)
-        self._hooks = None  # which lead to the frame
-
-    def _run_bare(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block without the region's saved-tensor hooks, unless others were set inside it."""
-        hooks, top = self._hooks, top_hooks(True)  # noqa: FBT003
-        if hooks is None or top is None or top[0] is not hooks[0]:
-            return call(*args, **kwargs)
-        pop_hooks()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            push_hooks(*hooks)
 
 
 class Forward(_Side):
     """Around forward: runs blocks, keeps their results, and lets the watch see the operators outside of them."""
 
-    __slots__ = ("_around", "_generators", "_ledger", "_reads_states", "recorder", "scopes", "watch")
+    __slots__ = ("_around", "_generators", "_hooks", "_ledger", "_reads_states", "recorder", "scopes", "watch")
 
     def __init__(
         self,
@@ -102,8 +88,10 @@ class Forward(_Side):
         self._around = top_hooks(True)  # noqa: FBT003
         self._reads_states = ledger.draws is not False
         self._generators = generators
+        self._hooks: Hooks | None = None
 
     def __enter__(self) -> Self:
+        self._hooks = top_hooks(True)  # noqa: FBT003
         self._begin(self)
         if self.watch is not None:
             self.watch.__enter__()
@@ -121,6 +109,7 @@ class Forward(_Side):
                 self.watch.__exit__(kind, error, trace)
         finally:
             self._end()
+            self._hooks = None  # which lead to the frame
         if error is None:
             self.shelf.settle(self._around)
 
@@ -203,6 +192,17 @@ class Forward(_Side):
     def _states(self, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
         return read_states([*sources_of(given, (*args, *kwargs.values())), *self._generators])
 
+    def _run_bare(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block without the region's saved-tensor hooks, unless others were set inside it."""
+        hooks, top = self._hooks, top_hooks(True)  # noqa: FBT003
+        if hooks is None or top is None or top[0] is not hooks[0]:
+            return call(*args, **kwargs)
+        pop_hooks()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            push_hooks(*hooks)
+
     def _kept(self, line: Line, result: Any) -> KeptCall:
         if type(result) is Tensor:
             kept = KeptCall(line.what, [result.detach()], None)
@@ -246,6 +246,7 @@ class Again(_Side):
                 self._watch.__exit__(kind, error, trace)
         finally:
             self._end()
+            self.shelf.let_go()
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -285,9 +286,15 @@ class Again(_Side):
         self._is_inside = True
         if watch is not None:
             watch.is_paused = True
+        push_hooks(_same, _same)  # what it saves belongs to nobody: its graph is not used
         try:
-            return self._run_bare(call, args, kwargs)
+            return call(*args, **kwargs)
         finally:
+            pop_hooks()
             self._is_inside = False
             if watch is not None:
                 watch.is_paused = False
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -98,7 +98,8 @@ class SelectiveFrame(Frame):
         if is_new or (ledger.keeps_ops and self._take is None):
             clerk = self._clerk = Clerk(ledger, notes.places(), scopes, self._tape)
             noting = is_new or ledger.has_named_values
-            watch = ForwardWatch(shelf, clerk.decide, notes_makers=noting, own=notes.buffers())
+            is_exact = self.options.matcher.values is not None
+            watch = ForwardWatch(shelf, clerk.decide, notes_makers=noting, own=notes.buffers(), is_exact=is_exact)
             again = AgainWatch(shelf)
         self._again = Again(shelf, notes.wanted, ledger, watch=again)
         forward = Forward(
@@ -263,6 +264,8 @@ class SelectiveFrame(Frame):
         """Give the value of a slot, by replay if there is a plan."""
         plan = self._plan
         if plan is None or self.is_open:
+            if len(self.metas) < len(self.slots):  # a backward inside the function: it will not go as planned
+                self.metas += [None] * (len(self.slots) - len(self.metas))
             return super().fetch(slot)
         assert isinstance(slot, PlannedSlot)
         if plan.sources[slot.index] is HELD:

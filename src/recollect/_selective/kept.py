@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect._core.errors import CaptureError
+from recollect._core.errors import CaptureError, ChangedInputError
+from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.pytree import Spec, flatten, unflatten
 from recollect._recompute.places import Place
@@ -108,18 +109,28 @@ class KeptCall:
         """Give the tensors to an enclosing region as its saved tensors, and hold only its answers."""
         pack, self._unpack = hooks
         self.must_rerun = self.must_rerun or self._is_written()
-        with torch.no_grad():
+        with torch.no_grad(), without_function_modes():
             self._leaves = [_Packed(pack(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
 
     def unpack(self) -> None:
         """Get the tensors back from an enclosing region, for one recomputation.
 
-        Before it begins, because the enclosing region may have to recompute, which it cannot beneath an operator.
+        Before it begins, because the enclosing region may have to recompute, which it cannot beneath an operator. A
+        value that the enclosing region writes into is lost: then the call is run again.
         """
         if self._unpack is not None:
-            for leaf in self._leaves:
-                if isinstance(leaf, _Packed):
-                    leaf.value = self._unpack(leaf.handle)
+            try:
+                for leaf in self._leaves:
+                    if isinstance(leaf, _Packed):
+                        leaf.value = self._unpack(leaf.handle)
+            except ChangedInputError:
+                self.must_rerun = True
+
+    def let_go(self) -> None:
+        """The recomputation is over: what it did not ask for goes."""
+        for leaf in self._leaves:
+            if isinstance(leaf, _Packed):
+                leaf.value = None
 
     def _is_written(self) -> bool:
         unpack, self._unpack = self._unpack, None

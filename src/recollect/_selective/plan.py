@@ -26,6 +26,10 @@ class Sequence:
     def __init__(self, kind: type, items: list[Any]) -> None:
         self.kind, self.items = kind, items
 
+    def make(self, items: list[Any]) -> Any:
+        """The list or tuple of these."""
+        return items if self.kind is list else self.kind(items)
+
 
 class Call:
     """One call of torch.
@@ -159,36 +163,31 @@ class Plan:
         self.uses: list[int] = []
         self.inner: dict[int, list[int]] = {}
 
-    def count_uses(self, wanted: list[int], held: list[Any]) -> list[int]:  # noqa: C901 (one walk)
+    def count_uses(self, wanted: list[int], held: list[Any]) -> list[int]:
         """For each number, how often it is asked for until these saved tensors, by index, are served."""
+        # No functions that call themselves here or below: such a function is a cycle, and would hold tensors.
         uses = [0] * len(self.makers)
         needed: set[int] = set()
-        waiting: list[int] = []
-
-        def use(number: int) -> None:
+        numbers: list[int] = []
+        for index in wanted:
+            source = self.sources[index]
+            if type(source) is int:
+                numbers.append(source)
+            elif type(source) is View:
+                numbers.append(source.number)
+            elif type(source) is Inner and source.call not in needed:
+                needed.add(source.call)
+                numbers += self.calls[source.call].links
+        while numbers:
+            number = numbers.pop()
             view = self.views[number]
             if view is not None:
                 number = view.number
             uses[number] += 1
-            if uses[number] == 1 and self.makers[number] >= 0 and held[number] is None:
-                need(self.makers[number])
-
-        def need(call: int) -> None:
-            if call not in needed:
-                needed.add(call)
-                waiting.append(call)
-
-        for index in wanted:
-            source = self.sources[index]
-            if type(source) is int:
-                use(source)
-            elif type(source) is View:
-                use(source.number)
-            elif type(source) is Inner:
-                need(source.call)
-        while waiting:
-            for number in self.calls[waiting.pop()].links:
-                use(number)
+            maker = self.makers[number]
+            if maker >= 0 and held[number] is None and maker not in needed:
+                needed.add(maker)
+                numbers += self.calls[maker].links
         return uses
 
 

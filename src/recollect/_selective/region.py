@@ -39,6 +39,16 @@ def notes_of(fn: Callable[..., Any]) -> list[Notes]:
     return list(dict.fromkeys(found.values()))
 
 
+def all_notes() -> list[Notes]:
+    """All that is known of all functions that are alive, under any policy."""
+    found: dict[Notes, None] = {}
+    for weak in _noted.keyrefs():  # a copy, made at once: other threads may be adding to the table
+        subject = weak()
+        if subject is not None:
+            found.update(dict.fromkeys(list(_noted.get(subject, {}).values())))
+    return list(found)
+
+
 class SelectiveRegion(Region):
     """A region whose policy keeps some of its values."""
 

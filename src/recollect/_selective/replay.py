@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import Tensor
@@ -147,8 +147,7 @@ class Replay:
         if type(value) is Link:
             return self._value(value)
         if type(value) is Sequence:
-            items = [self._argument(item) for item in value.items]
-            return items if value.kind is list else value.kind(items)
+            return value.make([self._argument(item) for item in value.items])
         return value
 
     def _call_watched(self, index: int, call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -158,19 +157,8 @@ class Replay:
         wanted = {source.place: i for i in self._plan.inner[index] if type(source := sources[i]) is Inner}
         flags = iter(call.needs_grad)
         made: dict[int, Tensor] = {}  # one for each tensor: a function may ask whether two arguments are one
-
-        def tracked(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                needs_grad = next(flags)
-                if id(value) not in made:
-                    made[id(value)] = value.detach().requires_grad_() if needs_grad else value
-                return made[id(value)]
-            if isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
-                return type(value)(map(tracked, value))
-            return value
-
-        args = [tracked(value) for value in args]
-        kwargs = {name: tracked(value) for name, value in kwargs.items()}
+        args = [_tracked(value, flags, made) for value in args]
+        kwargs = {name: _tracked(value, flags, made) for name, value in kwargs.items()}
         count = -1
 
         def collect(tensor: Tensor) -> Tensor:
@@ -190,6 +178,18 @@ class Replay:
         finally:
             set_grad_enabled(False)
             pop_hooks()
+
+
+def _tracked(value: Any, flags: Iterator[bool], made: dict[int, Tensor]) -> Any:
+    """An argument whose tensors require grad where these flags say so."""
+    if isinstance(value, Tensor):
+        needs_grad = next(flags)
+        if id(value) not in made:
+            made[id(value)] = value.detach().requires_grad_() if needs_grad else value
+        return made[id(value)]
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
+        return Sequence(type(value), []).make([_tracked(item, flags, made) for item in value])
+    return value
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ broken: the region is recomputed by running its function again, and learned anew
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -15,7 +15,7 @@ from torch import Size, Tensor
 
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
-from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
+from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
 from recollect._recompute.frame import read_meta
 from recollect._recompute.slots import Slot
 from recollect._selective.kept import States, read_states, sources_of
@@ -62,7 +62,7 @@ class Take(FunctionMode):
         self.region, self.plan = region, plan
         self.bound = Bound(len(plan.makers), len(plan.calls))
         self.why_broken: str | None = None
-        self.is_paused = False
+        self.is_paused = self._is_calling = False
         self._refs: list[Any] = [None] * len(plan.makers)
         self._starts: dict[int, int] = {}  # where in memory those are that others are views of
         self._calls = plan.calls
@@ -99,7 +99,9 @@ class Take(FunctionMode):
             call = _END
         if call.draws and call.func == func:
             self._note_draw(index, args, kwargs)
+        self._is_calling = True
         result = func(*args, **kwargs) if kwargs else func(*args)
+        self._is_calling = False
         is_alike = type(result) is Tensor and call.shapes == result.shape and call.dtype is result.dtype
         if is_alike and call.is_simple and call.func is func:
             # The usual case.
@@ -196,23 +198,14 @@ class Take(FunctionMode):
 
     def _bind_general(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """The same for calls with tensors in lists or keywords."""
-        met: list[Tensor] = []
-        numbers = iter(call.links)
-
-        def template(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                met.append(value)
-                return Link(next(numbers, -1))
-            if isinstance(value, (list, tuple)) and tensors_in(value):
-                return Sequence(type(value), [template(item) for item in value])
-            return value
-
         if not call.is_general:
             self.why_broken = _OTHER_CALLS
             return
+        met: list[Tensor] = []
+        numbers = iter(call.links)
         self.bound.arguments[index] = (
-            [template(value) for value in args],
-            {name: template(value) for name, value in (kwargs or {}).items()},
+            [_template(value, numbers, met) for value in args],
+            {name: _template(value, numbers, met) for name, value in (kwargs or {}).items()},
         )
         if len(met) != len(call.links):
             self.why_broken = _OTHER_WAYS
@@ -287,7 +280,7 @@ class Take(FunctionMode):
             source = sources[index]
             if source is HELD:
                 held = HeldSlot()
-                held.held = held.value = tensor.detach()
+                held.held = held.value = tensor.detach() if self._is_calling else quietly(Tensor.detach)(tensor)
                 held.version = held.held._version  # noqa: SLF001
                 slot: PlannedSlot = held
             else:
@@ -372,6 +365,16 @@ class Take(FunctionMode):
         self._refs.clear()
         self._starts.clear()
         return bound
+
+
+def _template(value: Any, numbers: Iterator[int], met: list[Tensor]) -> Any:
+    """An argument with numbers in place of its tensors, which are added to those met."""
+    if isinstance(value, Tensor):
+        met.append(value)
+        return Link(next(numbers, -1))
+    if isinstance(value, (list, tuple)) and tensors_in(value):
+        return Sequence(type(value), [_template(item, numbers, met) for item in value])
+    return value
 
 
 def _agree(one: States, other: States) -> bool:

@@ -1,8 +1,9 @@
 """Calls of certain modules and custom Functions, seen while a region runs, without any global hook.
 
 `nn.Module.__call__` looks for ``_compiled_call_impl`` on the instance before it calls `forward` and its hooks. A tap
-puts itself there for as long as a region runs that wants to see the module, and passes the call to its watcher; in a subclass of `torch.autograd.Function` it stands in for ``apply``. Where nobody watches, as on another thread, the
-call is the plain one. Not seen: an ``apply`` that was taken from its class before (``f = MyFunction.apply``).
+puts itself there for as long as a region runs that wants to see the module, and passes the call to its watcher; in a
+subclass of `torch.autograd.Function` it stands in for ``apply``. Where nobody watches, as on another thread, the call
+is the plain one. Not seen: an ``apply`` that was taken from its class before (``f = MyFunction.apply``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ policy says (`ledger.py`), and stay where nothing lighter is exact: see docs/des
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Protocol, Self
 from weakref import ref
 
@@ -98,6 +99,12 @@ class Shelf:
             for call in self.calls.values():
                 call.unpack()
 
+    def let_go(self) -> None:
+        """After a recomputation: hold no more than before."""
+        if self._is_packed:
+            for call in self.calls.values():
+                call.let_go()
+
     def take(self, key: Key) -> KeptCall | None:
         """What was kept of a call; in the last recomputation it leaves the shelf."""
         return self.calls.pop(key, None) if is_last_recomputation() else self.calls.get(key)
@@ -106,12 +113,12 @@ class Shelf:
 class _Made:
     """A call that is not kept, remembered in case its result is given a name."""
 
-    __slots__ = ("answer", "inputs", "key", "operator", "results", "states")
+    __slots__ = ("answer", "inputs", "key", "operator", "result", "states")
 
     def __init__(self, key: Key, operator: Operator, answer: Answer, inputs: list[Meta]) -> None:
         self.key, self.operator, self.answer, self.inputs = key, operator, answer, inputs
         self.states: States | None = None
-        self.results: list[ref[Tensor]] = []
+        self.result: Any = None
 
 
 class _Watch(DispatchMode):
@@ -136,16 +143,24 @@ class ForwardWatch(_Watch):
         decide: asked once for each operator, after it ran.
         notes_makers: whether to remember who made which value, for `keep_maker`.
         own: ids of buffers: blocks may update them, which happens once.
+        is_exact: whether saved tensors will be compared by value. Running statistics are among them, so what updates
+            them must run again; otherwise they are better updated once.
 
     Attributes:
         saw_backward: whether the function itself runs a backward pass.
     """
 
     def __init__(
-        self, shelf: Shelf, decide: Decide, *, notes_makers: bool = False, own: frozenset[int] = frozenset()
+        self,
+        shelf: Shelf,
+        decide: Decide,
+        *,
+        notes_makers: bool = False,
+        own: frozenset[int] = frozenset(),
+        is_exact: bool = False,
     ) -> None:
         super().__init__(shelf)
-        self._decide = decide
+        self._decide, self._is_exact = decide, is_exact
         self._own = own
         self._pass = current_pass()
         self.saw_backward = self.wrote_outside = False
@@ -174,7 +189,8 @@ class ForwardWatch(_Watch):
         result = func(*args, **kwargs)
         call = self._counter.next((func, torch.is_grad_enabled()))
         answer = self._decide(func, operator, call, args, kwargs, result)
-        if operator.can_be_kept and (answer.is_kept or self._makers is not None):
+        can_be_kept = operator.can_be_kept and not (self._is_exact and operator.hides_writes)
+        if can_be_kept and (answer.is_kept or self._makers is not None):
             made = _Made((func, torch.is_grad_enabled(), call), operator, answer, inputs or metas_of(args, kwargs))
             if before:
                 made.states = moved_states(before, self._states(args, kwargs))
@@ -183,9 +199,16 @@ class ForwardWatch(_Watch):
                     refuse_capture(self._shelf.region, operator.name)
                 self._keep(made, result)
             elif self._makers is not None:
-                made.results = [ref(tensor) for tensor in tensors_in(result)]
+                # Of several results some may be gone when one is given a name: they are held until forward is over.
+                made.result = ref(result) if isinstance(result, Tensor) else result
                 self._makers.append(made)
         return result
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        self._makers = None
 
     def _run_in_block(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator inside a block that is kept whole: see whether it writes into what others may read."""
@@ -227,10 +250,10 @@ class ForwardWatch(_Watch):
         """
         storage = value.untyped_storage()
         for made in reversed(self._makers or ()):
-            results = [weak() for weak in made.results]
-            if any(result is not None and result.untyped_storage() is storage for result in results):
-                if len(results) == 1:  # of several, some may be gone: the call is kept from the next time on
-                    self._keep(made, results[0])
+            result = made.result() if isinstance(made.result, ref) else made.result
+            if any(tensor.untyped_storage() is storage for tensor in tensors_in(result)):
+                if made.key not in self._shelf.calls:
+                    self._keep(made, result)
                 return made.answer
         return None
 
@@ -266,6 +289,12 @@ class AgainWatch(_Watch):
         self._run = current_run()
         self._shelf.unpack()
         return super().__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        self._shelf.let_go()
 
     def __torch_dispatch__(
         self,

@@ -1,0 +1,126 @@
+"""How often the rules of a policy matched, and a warning about those that did not in a whole step."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from weakref import ref
+
+from recollect._core.units import format_bytes
+from recollect._policy.base import Policy
+from recollect._policy.combine import Combination
+from recollect._policy.patterns import quote_all
+from recollect._policy.places import SaveModules, SaveNames
+from recollect._policy.rules import SaveLargerThan
+from recollect._selective.ledger import Ledger, Line
+from recollect._selective.operators import operator_of
+
+_SHOWN = 8
+_decided: dict[int, ref[Policy]] = {}  # by id: hashing a policy of many parts takes microseconds
+
+
+def count_matches(ledger: Ledger, line: Line) -> int:
+    """How often the decision of an operator's line was carried out.
+
+    Calls that follow a plan count as replays only, and the call that made a plan (there is one for each plan: the
+    present one, and each that was dropped) counts as both.
+    """
+    plans = ledger.breaks + (ledger.plan is not None)
+    return line.matched + max(ledger.replays - plans, 0)
+
+
+def warn_unmatched(policy: Policy) -> None:
+    """Warn about each rule of a policy that matched nothing so far, in any region; once for each policy.
+
+    To be called when a step's forwards are over, with the policy as the user gave it. The first call decides; others
+    are a look into a table. A rule does not count as unmatched if an earlier one had decided all that it matches, nor
+    does `save_modules`, which is refused at once where it matches nothing.
+    """
+    if id(policy) in _decided:
+        return
+    is_new = all(other() != policy for other in list(_decided.values()))
+    key = id(policy)
+    _decided[key] = ref(policy, lambda _: _decided.pop(key, None))
+    if is_new and policy.labels:
+        for message in _describe_unmatched(policy):
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _describe_unmatched(policy: Policy) -> list[str]:
+    """What to say of each rule that matched nothing."""
+    # Not above: regions make frames, which call this module.
+    from recollect._selective.region import all_notes
+
+    notes = [one for one in all_notes() if one.given == policy]
+    ledgers = [ledger for one in notes for ledger in list(one.ledgers.values())]
+    matched = {rule for ledger in ledgers for rule in _matched_in(ledger)}
+    reached = {label for one in notes for label in one.policy.labels}
+    messages = {}
+    for rule in _rules_of(policy):
+        label = repr(rule)
+        if label in matched or isinstance(rule, SaveModules):
+            continue
+        if label not in reached:
+            regions = quote_all(dict.fromkeys(one.region for one in notes))
+            messages[label] = f"policy {label} was for no region of this step. Regions that ran: {regions}"
+        elif not _is_outrun(rule, ledgers):
+            messages[label] = f"policy {label} matched nothing in this step. {_describe_choice(rule, ledgers)}"
+    return list(messages.values())
+
+
+def _matched_in(ledger: Ledger) -> Iterator[str]:
+    """The rules that decided something, in words."""
+    for line in (*ledger.lines, *ledger.blocks.values()):
+        yield line.by
+    # A named value may have no line of its own: a kept block made it, or another rule keeps it.
+    for by in list(_names_in(ledger).values()):
+        if by is not None:
+            yield by
+
+
+def _names_in(ledger: Ledger) -> dict[str, str | None]:
+    """The names that were given there, and the rule by which each is kept."""
+    return ledger._rules  # noqa: SLF001
+
+
+def _rules_of(policy: Policy) -> Iterator[Policy]:
+    """The policies that it is made of, each with a rule of its own."""
+    if isinstance(policy, Combination):
+        for part in policy.parts():
+            yield from _rules_of(part)
+    elif policy.labels:
+        yield policy
+
+
+def _is_outrun(rule: Policy, ledgers: Iterable[Ledger]) -> bool:
+    """Whether it matches some sites, of which earlier rules decided."""
+    return any(rule.judge(site) is not None for ledger in ledgers for line in ledger.lines for site in line.sites)
+
+
+def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
+    """What the rule could have matched."""
+    if isinstance(rule, SaveNames):
+        names = dict.fromkeys(name for ledger in ledgers for name in list(_names_in(ledger)))
+        if not names:
+            return "No name was given there: recollect.region and recollect.name give them"
+        return f"Names given there: {_list_some([repr(name) for name in names])}"
+    lines = [(ledger, line) for ledger in ledgers for line in ledger.lines if operator_of(line.key).can_be_kept]
+    if isinstance(rule, SaveLargerThan) and lines:
+        sites = [site for _, line in lines for site in line.sites]
+        largest = max(sites, key=lambda site: site.bytes)
+        return f"The largest value there: {format_bytes(largest.bytes)}, of {largest.op}"
+    times: Counter[str] = Counter()
+    for ledger, line in lines:
+        times[line.what] += count_matches(ledger, line)
+    ran = [f"{what} ({count} time{'' if count == 1 else 's'})" for what, count in times.most_common()]
+    text = f"Operators that ran there: {_list_some(ran) or 'none'}"
+    blocks = dict.fromkeys(line.what for ledger in ledgers for line in ledger.blocks.values())
+    if blocks:
+        text += f"; those inside of {_list_some(list(blocks))}, kept whole, were not asked about"
+    return text
+
+
+def _list_some(words: list[str]) -> str:
+    more = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
