@@ -28,7 +28,10 @@ from recollect._profile.memory import LiveBytes
 from tests.watching import Counted, Operators, backward, what_is_in_force
 
 # torch itself scripts some decompositions when the first dual number is made.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:policy .* this step"),
+]
 
 
 def gradients(step: Callable[[], Tensor], of: Sequence[Tensor], *, seed: int = 0) -> list[Tensor]:

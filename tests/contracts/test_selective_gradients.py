@@ -30,6 +30,9 @@ from tests.contracts.test_gradients import (
 )
 from tests.corpus import CASES, Call, Case
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 STEPS = 3
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

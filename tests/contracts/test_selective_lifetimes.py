@@ -18,6 +18,9 @@ from recollect._profile.memory import LiveBytes
 from tests.contracts.test_lifetimes import Region, Watched, token_held_by
 from tests.watching import backward, what_is_in_force
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 STEPS = 3
 SIZE = 16
 UNIT = 4 * SIZE * SIZE

@@ -32,6 +32,9 @@ from tests.contracts import test_random_networks as networks
 from tests.contracts.test_random_networks import Case, Machine, Outcome, Region, Step
 from tests.contracts.test_selective_gradients import toss
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 STEPS = 3
 MODULES = sorted(networks.make_modules())
 

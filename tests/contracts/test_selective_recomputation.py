@@ -16,6 +16,9 @@ from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._policy.base import PolicyLike
 from tests.watching import Counted, backward
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 STEPS = 3
 WIDTH = 8
 MATMUL_FLOPS = 2 * WIDTH**3
@@ -343,7 +346,8 @@ def test_choices_run_again_under_a_strict_policy(choice: str) -> None:
 
 
 def test_choices_of_a_call_that_goes_another_way_do_not_run_again() -> None:
-    for op, choose in CHOICES.values():
+    # Two do: argsort keeps its indices alone, where sort beneath it gives values too; and a draw moves the generator.
+    for op, choose in (found for choice, found in CHOICES.items() if choice not in ("argsort", "multinomial")):
         for counts in run_again(routed(choose), policies.save_matmuls, squares(2), name="shared", early_stop=False):
             assert op not in counts
 

@@ -164,14 +164,14 @@ def test_blocks_that_are_kept_whole_come_first() -> None:
     assert (
         text_of(recollect.explain(region))
         == """\
-region 'Block' under save_modules('up')
+region 'Block' under save_modules('up'), called 2 times
  bytes  matched  what                where
 kept whole by save_modules('up')
  512 B        2  module 'up'
 recomputed, no rule
- 512 B           aten.tanh.default   t.py
- 128 B           aten.addmm.default  down, t.py
- 128 B           aten.add.Tensor     t.py
+ 512 B        2  aten.tanh.default   t.py
+ 128 B        2  aten.addmm.default  down, t.py
+ 128 B        2  aten.add.Tensor     t.py
 kept 1 block whole: 512 B of results, besides what they save themselves
 kept 0 values, 0 B; recomputed 3 values, 768 B
 recomputed by running the function again without the blocks that are kept"""

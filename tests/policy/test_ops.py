@@ -13,7 +13,7 @@ class Twice(torch.autograd.Function):
     pass
 
 
-@torch.library.custom_op("recollect_test_ops::halve", mutates_args=())
+@torch.library.custom_op("rcl_policy_ops::halve", mutates_args=())
 def halve(x: Tensor) -> Tensor:
     return x / 2
 
@@ -29,8 +29,8 @@ def halve(x: Tensor) -> Tensor:
         (torch.ops.higher_order.cond, "cond"),
         ("flex_attention", "flex_attention"),
         ("higher_order.flex_attention", "flex_attention"),
-        (halve, "recollect_test_ops.halve.default"),
-        ("recollect_test_ops::halve.default", "recollect_test_ops.halve.default"),
+        (halve, "rcl_policy_ops.halve.default"),
+        ("rcl_policy_ops::halve.default", "rcl_policy_ops.halve.default"),
     ],
 )
 def test_an_operator_has_many_spellings_and_one_name(op: Any, name: str) -> None:
@@ -57,26 +57,26 @@ def test_operators_are_counted_once() -> None:
         ("aten.add", "'aten.add' has the overloads Tensor, Scalar, Scalar_out, out: write 'aten.add.Tensor'"),
         ("aten::add", "'aten::add' has the overloads Tensor, Scalar, Scalar_out, out: write 'aten.add.Tensor'"),
         (
-            "recollect_test_ops::halve",
-            "'recollect_test_ops::halve' has the overload default: write 'recollect_test_ops.halve.default'",
+            "rcl_policy_ops::halve",
+            "'rcl_policy_ops::halve' has the overload default: write 'rcl_policy_ops.halve.default'",
         ),
         (
             "aten.add.tensor",
             "aten.add has no overload 'tensor' but Tensor, Scalar, Scalar_out, out: write 'aten.add.Tensor'",
         ),
         (
-            "recollect_test_ops.halv.default",
-            "no operator is named 'recollect_test_ops.halv.default'; near that: 'recollect_test_ops.halve.default'",
+            "rcl_policy_ops.halv.default",
+            "no operator is named 'rcl_policy_ops.halv.default'; near that: 'rcl_policy_ops.halve.default'",
         ),
         (
-            "recollect_test_ops.zzz.default",
-            "no operator is named 'recollect_test_ops.zzz.default'; none under 'recollect_test_ops' reads like it",
+            "rcl_policy_ops.zzz.default",
+            "no operator is named 'rcl_policy_ops.zzz.default'; none under 'rcl_policy_ops' reads like it",
         ),
         (
-            "recollect_test_op.halve.default",
+            "rcl_policy_op.halve.default",
             (
-                "no operator is named 'recollect_test_op.halve.default': nothing is registered under "
-                "'recollect_test_op' (near that: 'recollect_test_ops').\n"
+                "no operator is named 'rcl_policy_op.halve.default': nothing is registered under "
+                "'rcl_policy_op' (near that: 'rcl_policy_ops').\n"
                 "If a package registers it, import that package first."
             ),
         ),

@@ -14,6 +14,9 @@ from tests.corpus import AddOne, Cube, Scramble, apply
 from tests.selective.comparing import STEPS, assert_like_plain, square, squares
 from tests.watching import backward
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 
 class Noisy(torch.autograd.Function):
     """Draws, and keeps what it drew where autograd does not see it."""

@@ -12,6 +12,9 @@ from recollect._policy.base import PolicyLike
 from tests.selective.comparing import SIZE, STEPS, assert_like_plain, square, squares
 from tests.watching import backward
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 PRODUCTS: dict[str, PolicyLike] = {
     "operator": policies.save_ops("aten.mm.default"),
     "all": policies.save_all,

@@ -12,6 +12,9 @@ from recollect import Decision, policies
 from recollect._policy.base import PolicyLike
 from tests.selective.comparing import SIZE, square
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 POLICIES: dict[str, PolicyLike] = {
     "nothing": policies.save_nothing,
     "all": policies.save_all,

@@ -13,6 +13,9 @@ from recollect import Decision, policies
 from recollect._policy.base import PolicyLike
 from tests.selective.comparing import SIZE, assert_like_plain, square, squares
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 # Several results
 
 

@@ -17,6 +17,9 @@ from recollect._policy.base import PolicyLike
 from tests.selective.comparing import SIZE, STEPS, assert_like_plain, square, squares
 from tests.watching import backward, what_is_in_force
 
+# Many of these policies match nothing on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+
 POLICIES: dict[str, PolicyLike] = {
     "nothing": policies.save_nothing,
     "all": policies.save_all,

@@ -260,7 +260,7 @@ def _explain_notes(notes: Notes, paths: tuple[str, ...]) -> ExplainedRegion:
 def _explain_ledger(kind: Any, ledger: Ledger) -> ExplainedCall:
     lines = [line for line in ledger.lines if operator_of(line.key).can_be_kept]
     blocks = [_explain_line(line, line.matched, is_block=True) for line in list(ledger.blocks.values())]
-    counts = [count_matches(ledger, line) if ledger.keeps_ops else None for line in lines]
+    counts = [count_matches(ledger, line) for line in lines]
     ops = [_explain_line(line, count, is_block=False) for line, count in zip(lines, counts, strict=True)]
     return ExplainedCall(
         arguments=_describe_kind(kind),

@@ -44,7 +44,7 @@ from recollect._core.torch_private.pytree import is_container, tree_leaves
 from recollect._recompute.contexts import Contexts
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.oplog import OpLog, describe_tensor
-from recollect._recompute.slots import Handed, Slot
+from recollect._recompute.slots import Handed, Slot, claim
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence
 
@@ -109,6 +109,7 @@ class Frame:
         "log",
         "metas",
         "name",
+        "nested",
         "options",
         "outputs",
         "outputs_seen",
@@ -140,6 +141,7 @@ class Frame:
         self.lock = RLock()
         self.thread, self.is_home = get_ident(), False  # where forward runs; whether recomputation did
         self.inputs: Inputs | None
+        self.nested: Any  # notes of the regions inside; not set if there are none
 
     # Forward: `enter`, then `leave` or `fail`. From module hooks as well as around a call.
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,6 +151,7 @@ class Frame:
                 pack = quietly(self._prepare(args, kwargs))
         else:
             pack = self._prepare(args, kwargs)
+        claim(pack, self)
         push_hooks(pack, unpack)
         if self.contexts is not None:
             contexts, self.contexts, self.entered = self.contexts, None, Contexts()
@@ -178,16 +181,16 @@ class Frame:
 
     def _make_contexts(self, arguments: Arguments, *, explain: bool | None) -> list[AbstractContextManager[Any]] | None:
         """What forward runs under."""
-        name, options, around = self.name, self.options, self.around
+        options, around = self.options, self.around
         contexts: list[AbstractContextManager[Any]] = []
         if around.is_captured:
             contexts.append(around.forward())
         sides = self._make_sides(arguments)
         if sides is not None:
-            forward, self.recompute_context = _checked_contexts(name, sides)
+            forward, self.recompute_context = sides
             contexts.append(forward)
         if options.explain if explain is None else explain:
-            self.log = OpLog(name)
+            self.log = OpLog(self.name)
             contexts.append(self.log)
         return contexts or None
 
@@ -196,7 +199,7 @@ class Frame:
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
         """What the region's options put around forward and around recomputation."""
         del arguments
-        return None if self.options.contexts is None else self.options.contexts()
+        return None if self.options.contexts is None else _checked_contexts(self.name, self.options.contexts())
 
     def _observing(self, pack: Callable[[Tensor], Slot]) -> Callable[[Tensor], Slot]:
         """The pack hook of a region that also keeps evidence of values, or a log."""
@@ -458,7 +461,9 @@ class Frame:
         """Call the function under these hooks; it may be stopped."""
         assert self.inputs is not None
         assert self.fn is not None
-        push_hooks(quietly(pack) if function_mode_depth() else pack, _same)
+        hook = quietly(pack) if function_mode_depth() else pack
+        claim(hook, self)
+        push_hooks(hook, _same)
         try:
             if self.recompute_context is None and log is None:
                 self.inputs.call(self.fn, leaves)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.torch_private.engine import set_grad_enabled
+from recollect._recompute.slots import frame_of
 
 if TYPE_CHECKING:
     from recollect._core.pytree import Arguments
@@ -58,14 +59,17 @@ class Inputs:
         self._constants: list[tuple[int, ref[Tensor]]] = []
         if hooks is not None and self._tensors:
             pack, self._unpack = hooks
+            is_ours = frame_of(pack) is not None
             self._originals = [held[index] for index in self._tensors]
             self._requires_grad = [tensor.requires_grad for tensor in self._originals]
             set_grad_enabled(False)
             try:
                 for index, tensor in zip(self._tensors, self._originals, strict=True):
-                    packed = pack(tensor)
-                    is_writable = packed is tensor and not tensor.requires_grad
-                    held[index] = tensor.detach() if is_writable else packed
+                    # Whoever holds the tensor itself would hold its history, which leads back here if the function
+                    # writes into it.
+                    is_leaf = tensor.requires_grad and tensor.is_leaf
+                    packed = pack(tensor if is_ours or is_leaf else tensor.detach())
+                    held[index] = tensor.detach() if packed is tensor and not is_leaf else packed
             finally:
                 set_grad_enabled(True)
             return

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.registry import Registration, Registry
-from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.scope import current_run
+from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
 from recollect._core.torch_private.pytree import tree_leaves
 
 _MISSING, _ABSENT = object(), object()
@@ -104,7 +105,7 @@ def _version(tensor: Tensor) -> int | None:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        with torch.no_grad():
+        with torch.no_grad(), without_dispatch_modes():  # to copy is not to read: no watch is concerned
             return value.detach().clone()
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
@@ -348,8 +349,13 @@ class _Trial:
         """Put one buffer on trial."""
         self._entries.append((module, name, tensor, _version(tensor), _copy(tensor)))
         if id(module) not in self._handles:
-            called = self._called
-            self._handles[id(module)] = module.register_forward_pre_hook(lambda m, _: called.add(id(m)))
+            called, run = self._called, current_run()
+
+            def note(called_module: nn.Module, _: Any) -> None:
+                if current_run() is run:  # a backward inside the function may recompute others, on copies of buffers
+                    called.add(id(called_module))
+
+            self._handles[id(module)] = module.register_forward_pre_hook(note)
 
     def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
         """Learn from the modules that were called; gives all entries."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -21,6 +22,17 @@ class Slot:
     value: Tensor | None  # in a pass that frees the graph
     kept: Tensor | Handed | None  # in a pass that keeps it: before and after it was handed to a node
     version: int  # of the value when it was saved
+
+
+def claim(pack: Callable[[Tensor], Any], frame: Frame) -> None:
+    """Say whose saved-tensor hook this is, for regions inside to see."""
+    pack.frame = frame  # type: ignore[attr-defined]
+
+
+def frame_of(pack: Callable[[Tensor], Any]) -> Frame | None:
+    """The frame whose hook this is, in forward or in recomputation; None if it is somebody else's."""
+    frame: Frame | None = getattr(pack, "frame", None)
+    return frame
 
 
 class Handed:

@@ -18,6 +18,7 @@ from recollect._core.decisions import Decision
 from recollect._core.scope import Watcher, is_last_recomputation, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
+from recollect._recompute.frame import StopRecomputation
 from recollect._recompute.rng import Source
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.ledger import Ledger, Line, bytes_of
@@ -158,36 +159,58 @@ class Forward(_Side):
     def _keep(
         self, key: Block, by: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        line = self._ledger.blocks.get(key)
+        ledger = self._ledger
+        line = ledger.blocks.get(key)
         if line is None:
-            line = self._ledger.add_block(key, by)
+            line = ledger.add_block(key, by)
+        number = self._counter.next(key)
         given = tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
         versions = [tensor._version for tensor in given]  # noqa: SLF001
-        watch, recorder = self.watch, self.recorder
+        watched = self.watch is not None or self.recorder is not None
         self._is_inside = True
-        if watch is not None:
-            watch.begin_block(given)
-        if recorder is not None:
-            recorder.is_paused = True
+        if watched:
+            self._pause(given)
         try:
             before = self._states(given, args, kwargs) if self._reads_states else []
             result = self._run_bare(call, args, kwargs)
-            kept = self._kept(line, result)
-            if before:
-                kept.states = moved_states(before, self._states(given, args, kwargs))
-            # It writes into what it is given, where others may look; or where generators stand cannot be read.
-            kept.must_rerun = before is None or versions != [tensor._version for tensor in given]  # noqa: SLF001
+            if not self._is_needed((key, number)):
+                kept = KeptCall(line.what, [], None)
+                kept.must_rerun = True
+            else:
+                kept = self._kept(line, result)
+                if before:
+                    kept.states = moved_states(before, self._states(given, args, kwargs))
+                # It writes into what it is given, where others may look; or where generators stand cannot be read.
+                if before is None or versions != [tensor._version for tensor in given]:  # noqa: SLF001
+                    kept.must_rerun = True
         finally:
             self._is_inside = False
-            if watch is not None and watch.end_block():
-                line.is_impure = True
-            if recorder is not None:
-                recorder.is_paused = False
+            if watched:
+                self._resume(line)
+        if line.is_impure or ledger.has_backward:
+            kept.must_rerun = True
         kept.line = line
-        kept.must_rerun = kept.must_rerun or line.is_impure or self._ledger.has_backward
-        self.shelf.calls[key, self._counter.next(key)] = kept
+        self.shelf.calls[key, number] = kept
         line.matched += 1
         return result
+
+    def _is_needed(self, key: tuple[Block, int]) -> bool:
+        pins = self.shelf.pins
+        if pins is not None and pins.keys is not None:
+            return key in pins.keys
+        return key not in self._ledger.unneeded
+
+    def _pause(self, given: list[Tensor]) -> None:
+        if self.watch is not None:
+            self.watch.begin_block(given)
+        if self.recorder is not None:
+            self.recorder.is_paused = True
+
+    def _resume(self, line: Line) -> None:
+        if self.watch is not None and self.watch.end_block():
+            line.is_impure = True
+        if self.recorder is not None:
+            self.recorder.is_paused = False
 
     def _states(self, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
         return read_states([*sources_of(given, (*args, *kwargs.values())), *self._generators])
@@ -247,6 +270,9 @@ class Again(_Side):
         finally:
             self._end()
             self.shelf.let_go()
+        if is_last_recomputation() and (error is None or isinstance(error, StopRecomputation)):
+            # It stopped before it came there: so it will the next time.
+            self._ledger.unneeded.update(key for key in self.shelf.calls if key[0] in self._ledger.blocks)
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -276,12 +302,14 @@ class Again(_Side):
         """Names of values mean nothing here: their makers were kept."""
 
     def _serve(self, key: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept = self.shelf.take((key, self._counter.next(key)))
+        number = self._counter.next(key)
+        kept = self.shelf.take((key, number))
         if kept is not None and self.knows_states and not kept.must_rerun:
             if not kept.is_changed:
                 self.has_served = True
                 return kept.serve(is_last=is_last_recomputation())
             self._ledger.blocks[key].is_written = True  # from the next call on, a copy is kept
+        self._ledger.unneeded.discard((key, number))
         watch = self._watch
         self._is_inside = True
         if watch is not None:

@@ -38,12 +38,14 @@ from recollect._recompute.slots import Handed, Slot
 from recollect._recompute.values import digest
 from recollect._selective.blocks import Again, Forward
 from recollect._selective.ledger import Clerk, Ledger
+from recollect._selective.matches import warn_unmatched
 from recollect._selective.notes import Notes
+from recollect._selective.pins import pins_within
 from recollect._selective.plan import HELD, Bound, Plan
 from recollect._selective.replay import Replay
 from recollect._selective.take import HeldSlot, PlannedSlot, Take
 from recollect._selective.tape import Tape
-from recollect._selective.watch import AgainWatch, ForwardWatch, Shelf
+from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch, Shelf
 
 _MOST_BREAKS = 3
 
@@ -56,6 +58,7 @@ class SelectiveFrame(Frame):
         "_bound",
         "_clerk",
         "_is_as_before",
+        "_is_pinned",
         "_ledger",
         "_notes",
         "_plan",
@@ -76,16 +79,18 @@ class SelectiveFrame(Frame):
         self._again: Again | None = None
         self._clerk: Clerk | None = None
         self._watch: ForwardWatch | None = None
-        self._is_as_before = False
+        self._is_as_before = self._is_pinned = False
 
     def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]]:
         notes, ledger = self._notes, self._ledger
         if ledger.plan is not None and not notes.wanted.taps and not ledger.blocks and self._may_tape():
-            take = self._take = Take(self.name, ledger.plan)
+            take = self._take = Take(self.name, ledger.plan, notes_choices=notes.policy.keeps_defaults)
             take.begin(arguments)
             return take, nullcontext()
-        shelf = Shelf(self.name)
+        pins = pins_within(top_hooks(True))  # noqa: FBT003
+        shelf = Shelf(self.name, pins)
         scopes: list[str] = []
+        self._is_pinned = pins is not None and pins.keys is not None
         is_new = not ledger.is_learned
         watch = again = None
         recorder: Tape | Take | None = None
@@ -93,12 +98,16 @@ class SelectiveFrame(Frame):
             if ledger.plan is None:
                 recorder = self._tape = Tape(self.name)
             else:
-                recorder = self._take = Take(self.name, ledger.plan)
+                recorder = self._take = Take(self.name, ledger.plan, notes_choices=notes.policy.keeps_defaults)
             recorder.begin(arguments)
-        if is_new or (ledger.keeps_ops and self._take is None):
+        is_exact = self.options.matcher.values is not None
+        if pins is not None and self._is_pinned:
+            if pins.has_ops:
+                watch = ForwardWatch(shelf, pins.decide, own=notes.buffers(), is_exact=is_exact)
+                again = AgainWatch(shelf)
+        elif is_new or (ledger.keeps_ops and self._take is None):
             clerk = self._clerk = Clerk(ledger, notes.places(), scopes, self._tape)
             noting = is_new or ledger.has_named_values
-            is_exact = self.options.matcher.values is not None
             watch = ForwardWatch(shelf, clerk.decide, notes_makers=noting, own=notes.buffers(), is_exact=is_exact)
             again = AgainWatch(shelf)
         self._again = Again(shelf, notes.wanted, ledger, watch=again)
@@ -153,8 +162,12 @@ class SelectiveFrame(Frame):
             # Without knowing where the generators stood after each block, a region that draws must run them all again.
             self._again.knows_states = (ledger.draws is not False or not draws) and not ledger.has_backward
         ledger.draws = bool(ledger.draws) or draws
-        if clerk is None:
-            ledger.is_learned = saved == ledger.saved
+        if self._is_pinned:
+            pass  # what it keeps was decided elsewhere: there is nothing to learn
+        elif clerk is None and saved != ledger.saved:
+            ledger.forget()
+        elif clerk is None:
+            ledger.unwatched += 1
         elif clerk.has_asked or not ledger.is_learned:
             ledger.is_learned, ledger.saved = True, saved
             ledger.keeps_ops = any(line.is_kept for line in ledger.lines)
@@ -164,7 +177,6 @@ class SelectiveFrame(Frame):
             self._settle_take(self._take)
         if self._plan is not None:
             self._again = self.recompute_context = None  # all that is kept is bound
-            ledger.replays += 1
         self._clerk = None
 
     def fail(self, error: BaseException) -> bool:
@@ -198,15 +210,18 @@ class SelectiveFrame(Frame):
         ledger = self._ledger
         take.conclude(self.around.moved_states())
         self._take = None
-        bound = take.part()
+        choices, bound = take.choices, take.part()
         if take.why_broken is None:
             self._plan, self._bound = take.plan, bound
             self.metas = take.plan.metas
             return
         self.metas += [None] * (len(self.slots) - len(self.metas))
+        if choices and self._again is None:
+            self.recompute_context = ChoiceWatch(choices)
         self._drop_plan()
         ledger.breaks += 1
-        ledger.is_learned, ledger.plan = False, None
+        ledger.unwatched -= 1
+        ledger.forget()
         ledger.may_tape = ledger.breaks < _MOST_BREAKS  # a region that is never the same is not worth learning again
         ledger.why_not_taped = take.why_broken
 
@@ -251,6 +266,7 @@ class SelectiveFrame(Frame):
     # Backward.
     def _run(self, *, last: int, stops_early: bool, is_last: bool = False) -> None:
         """Run the function again; if it fails where blocks were cut out of its graph, once more with all of them."""
+        warn_unmatched(self._notes.given)
         try:
             super()._run(last=last, stops_early=stops_early, is_last=is_last)
         except RuntimeError:
@@ -320,6 +336,7 @@ class SelectiveFrame(Frame):
         return self._replay_one(plan, slot)
 
     def _begin_pass(self, plan: Plan, key: Any, group: Any) -> None:
+        warn_unmatched(self._notes.given)
         if self.was_filled:
             self._empty()
         self.was_filled = True

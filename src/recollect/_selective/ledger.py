@@ -77,6 +77,7 @@ class Ledger:
     Attributes:
         lines: one for each operator call outside of kept blocks, in order.
         blocks: one for each block that was kept whole.
+        unneeded: calls of blocks that recomputation stops before: their results are not held.
         draws: whether the region draws random numbers; None while unknown.
         has_named_values: whether a value was kept by its name.
         has_backward: whether the function runs a backward pass itself: then blocks cannot be cut out of its graph.
@@ -86,7 +87,7 @@ class Ledger:
         may_tape: whether a tape is worth trying.
         plan: how to replay it; None if its function must be run again.
         why_not_taped: why it is not.
-        replays: how many calls followed the plan.
+        unwatched: how many calls went as learned without being watched: they are in no line's count.
         breaks: how many did not.
     """
 
@@ -94,6 +95,7 @@ class Ledger:
     policy: Policy
     lines: list[Line] = field(default_factory=list)
     blocks: dict[Any, Line] = field(default_factory=dict)
+    unneeded: set[Any] = field(default_factory=set)
     draws: bool | None = None
     has_named_values: bool = False
     has_backward: bool = False
@@ -103,9 +105,16 @@ class Ledger:
     may_tape: bool = True
     plan: Plan | None = None
     why_not_taped: str | None = None
-    replays: int = 0
+    unwatched: int = 0
     breaks: int = 0
     _rules: dict[str, str | None] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """The region went another way than learned: learn it anew at its next call."""
+        for line in self.lines:
+            line.matched += self.unwatched
+        self.unwatched = 0
+        self.is_learned, self.plan = False, None
 
     def rule_for(self, name: str) -> str | None:
         """The rule by which something of this name is kept."""

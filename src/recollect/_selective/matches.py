@@ -21,13 +21,8 @@ _decided: dict[int, ref[Policy]] = {}  # by id: hashing a policy of many parts t
 
 
 def count_matches(ledger: Ledger, line: Line) -> int:
-    """How often the decision of an operator's line was carried out.
-
-    Calls that follow a plan count as replays only, and the call that made a plan (there is one for each plan: the
-    present one, and each that was dropped) counts as both.
-    """
-    plans = ledger.breaks + (ledger.plan is not None)
-    return line.matched + max(ledger.replays - plans, 0)
+    """How often the decision of an operator's line was carried out."""
+    return line.matched + ledger.unwatched
 
 
 def warn_unmatched(policy: Policy) -> None:

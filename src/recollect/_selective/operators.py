@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._core.torch_private.schemas import gives_alias, is_random, name_of_op, written_arguments
+from recollect._core.torch_private.schemas import (
+    TO_COPY,
+    arguments_named,
+    gives_alias,
+    is_random,
+    name_of_op,
+    written_arguments,
+)
 
 # Never kept and never counted: autograd and our own hooks call these at other times in forward than in recomputation.
 _IGNORED = frozenset({"aten.detach.default", "aten.lift_fresh.default", "prim.device.default"})
@@ -44,6 +51,7 @@ class Operator:
             come here: it uses c10d's own operators, which write into buffers.
         flops: counts the operations of one call, from its arguments and its result.
         hides_writes: it updates running statistics without a word in its schema.
+        statistics: positions and names of the arguments it then writes into, without moving their versions.
     """
 
     name: str
@@ -56,6 +64,7 @@ class Operator:
     is_collective: bool
     flops: Callable[..., int] | None
     hides_writes: bool
+    statistics: tuple[tuple[int, str], ...]
 
     @property
     def can_be_kept(self) -> bool:
@@ -75,6 +84,7 @@ def operator_of(func: Any) -> Operator:
     name = name_of_op(func)
     space, _, rest = name.partition(".")
     short = rest.split(".")[0]
+    hides_writes = any(part in short for part in _HIDDEN_WRITERS)
     from torch.utils.flop_counter import flop_registry  # not at import: most programs never keep single operators
 
     return Operator(
@@ -89,7 +99,8 @@ def operator_of(func: Any) -> Operator:
         is_routing=short in _ROUTING,
         is_collective=space in _COLLECTIVE_SPACES,
         flops=flop_registry.get(getattr(func, "overloadpacket", func)),
-        hides_writes=any(part in short for part in _HIDDEN_WRITERS),
+        hides_writes=hides_writes,
+        statistics=arguments_named(func, "running_mean", "running_var") if hides_writes else (),
     )
 
 
@@ -100,7 +111,6 @@ def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return int(operator.flops(*args, **kwargs, out_val=result))
 
 
-_TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -110,7 +120,7 @@ def is_cached_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     What is in that cache differs between forward and recomputation, whose inputs are leaves and are cached too: so
     such casts are neither counted nor kept.
     """
-    if func is not _TO_COPY or not args[0].requires_grad:
+    if func is not TO_COPY or not args[0].requires_grad:
         return False
     if args[0].dtype is not torch.float32 or kwargs.get("dtype") not in _HALVES:
         return False

@@ -18,8 +18,8 @@ from recollect._recompute.search import find_modules
 from recollect._selective.frame import SelectiveFrame
 from recollect._selective.notes import Notes
 
-_MOST_POLICIES = 64
-_noted: WeakKeyDictionary[Any, dict[tuple[str, Policy | int], Notes]] = WeakKeyDictionary()
+_MOST_NOTES = 4096
+_noted: WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Notes]] = WeakKeyDictionary()
 
 
 def _subject(fn: Callable[..., Any]) -> Any:
@@ -86,15 +86,17 @@ class SelectiveRegion(Region):
         if notes is not None and notes.is_about(roots):
             return notes
         table = _noted.setdefault(_subject(self.fn), {})
-        # By identity first: a policy of many parts takes some microseconds to hash.
-        notes = table.get((self.name, id(self.policy)))
+        # By identity first: a policy of many parts takes some microseconds to hash. By the modules too: closures made
+        # at each call share their code, not what they close over.
+        owners = tuple(map(id, roots))
+        notes = table.get((self.name, id(self.policy), owners))
         if notes is None or notes.given is not self.policy:
-            notes = table.get((self.name, self.policy))
+            notes = table.get((self.name, self.policy, owners))
         if notes is None or not notes.is_about(roots):
-            if len(table) >= _MOST_POLICIES:
+            if len(table) >= _MOST_NOTES:
                 table.clear()
             notes = Notes(self.name, self.policy, roots)
-            table[self.name, self.policy] = table[self.name, id(self.policy)] = notes
+            table[self.name, self.policy, owners] = table[self.name, id(self.policy), owners] = notes
         self._notes = notes
         return notes
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from torch import Size, Tensor
 
 from recollect._core.pytree import Arguments
@@ -51,15 +52,21 @@ class HeldSlot(PlannedSlot):
     held: Tensor
 
 
+CHOOSING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "kthvalue", "msort")
+)
 _END = Call(None, None, is_single=True, draws=False)
 
 
 class Take(FunctionMode):
     """One forward under a plan."""
 
-    def __init__(self, region: str, plan: Plan) -> None:
+    def __init__(self, region: str, plan: Plan, *, notes_choices: bool) -> None:
         super().__init__()
-        self.region, self.plan = region, plan
+        self.region, self.plan, self._notes_choices = region, plan, notes_choices
+        self.choices: list[list[Tensor]] = []
         self.bound = Bound(len(plan.makers), len(plan.calls))
         self.why_broken: str | None = None
         self.is_paused = self._is_calling = False
@@ -73,11 +80,15 @@ class Take(FunctionMode):
         self._autocast = any_autocast_enabled()
         self._run = current_run()
 
+    def _note_choice(self, result: Any) -> None:
+        """Remember routing results, which must not come out otherwise if the plan breaks."""
+        self.choices.append([tensor.detach() for tensor in tensors_in(result)])
+
     def begin(self, arguments: Arguments) -> None:
         """Bind the region's arguments."""
         leaves = arguments.leaves
         for number, index in self.plan.inputs.items():
-            tensor = leaves[index]
+            tensor = leaves[index] if index < len(leaves) else None  # a list may be shorter than it was
             if type(tensor) not in PLAIN_TENSORS or tensor.is_inference():
                 self.why_broken = _OTHER_WAYS
                 return
@@ -91,7 +102,10 @@ class Take(FunctionMode):
     ) -> Any:
         """Make the call and follow the plan."""
         if self.why_broken is not None or self.is_paused or current_run() is not self._run:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if func in CHOOSING and self._notes_choices and current_run() is self._run and not self.is_paused:
+                self._note_choice(result)
+            return result
         index = self._next
         try:
             call = self._calls[index]
@@ -102,6 +116,8 @@ class Take(FunctionMode):
         self._is_calling = True
         result = func(*args, **kwargs) if kwargs else func(*args)
         self._is_calling = False
+        if func in CHOOSING and self._notes_choices:
+            self._note_choice(result)
         is_alike = type(result) is Tensor and call.shapes == result.shape and call.dtype is result.dtype
         if is_alike and call.is_simple and call.func is func:
             # The usual case.
@@ -362,6 +378,7 @@ class Take(FunctionMode):
     def part(self) -> Bound:
         """Give away what is bound, and hold nothing more: the graph keeps the hooks of forward, and they keep this."""
         bound, self.bound = self.bound, Bound(0, 0)
+        self.choices = []
         self._refs.clear()
         self._starts.clear()
         return bound

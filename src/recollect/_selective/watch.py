@@ -18,7 +18,7 @@ from recollect._core.errors import MismatchError
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
 from recollect._core.torch_private.engine import current_pass
-from recollect._core.torch_private.schemas import OpOverload
+from recollect._core.torch_private.schemas import OpOverload, count_results
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.places import Place, Places
 from recollect._selective.kept import (
@@ -30,8 +30,10 @@ from recollect._selective.kept import (
     read_states,
     refuse_capture,
     sources_of,
+    version_of,
 )
 from recollect._selective.operators import Operator, has_storage, is_cached_cast, operator_of, tensors_in
+from recollect._selective.pins import Pins
 
 Key = tuple[Any, ...]
 """An operator or block, and which call of it.
@@ -58,6 +60,11 @@ def metas_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Meta]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors_in(args, kwargs)]
 
 
+def _at(places: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments at these positions or of these names."""
+    return tensors_in(*(args[position] if position < len(args) else kwargs.get(name) for position, name in places))
+
+
 class Counter:
     """Numbers the calls of each operator or block."""
 
@@ -77,21 +84,41 @@ class Counter:
 
 
 class Shelf:
-    """What one execution of a region keeps; filled by forward, read by its recomputations."""
+    """What one execution of a region keeps; filled by forward, read by its recomputations.
 
-    __slots__ = ("_is_packed", "calls", "region")
+    Attributes:
+        pins: inside another region: what is handed to it.
+    """
 
-    def __init__(self, region: str) -> None:
-        self.region = region
+    __slots__ = ("_is_packed", "calls", "pins", "region")
+
+    def __init__(self, region: str, pins: Pins | None = None) -> None:
+        self.region, self.pins = region, pins
         self.calls: dict[Key, KeptCall] = {}
         self._is_packed = False
 
     def settle(self, hooks: Hooks | None) -> None:
         """At the end of forward: inside other hooks, kept values are saved tensors of whoever set them."""
-        if hooks is not None:
-            self._is_packed = True
-            for call in self.calls.values():
+        if hooks is None:
+            return
+        self._is_packed = True
+        pins = self.pins
+        if pins is not None and pins.keys is None:
+            pins.note(key for key, call in self.calls.items() if call.tensors)
+        for key in self.calls if pins is None or pins.keys is None else pins.keys:
+            call = self.calls.get(key)
+            if call is None:
+                self._miss(key)
+            else:
                 call.hand_to(hooks)
+
+    def _miss(self, key: Key) -> None:
+        message = (
+            f"region '{self.region}', inside another region that is being recomputed, does not come to call {key[-1]} "
+            f"of {key[0]}, which it kept in forward.\n"
+            "The function takes another way than in forward: it read something that changed in between."
+        )
+        raise MismatchError(message)
 
     def unpack(self) -> None:
         """Before a recomputation: get back what others hold."""
@@ -113,12 +140,13 @@ class Shelf:
 class _Made:
     """A call that is not kept, remembered in case its result is given a name."""
 
-    __slots__ = ("answer", "inputs", "key", "operator", "result", "states")
+    __slots__ = ("answer", "inputs", "key", "operator", "result", "states", "versions")
 
     def __init__(self, key: Key, operator: Operator, answer: Answer, inputs: list[Meta]) -> None:
         self.key, self.operator, self.answer, self.inputs = key, operator, answer, inputs
         self.states: States | None = None
         self.result: Any = None
+        self.versions: list[int] = []
 
 
 class _Watch(DispatchMode):
@@ -181,7 +209,7 @@ class ForwardWatch(_Watch):
             self.saw_backward = True
         if operator.is_ignored or self._looks_away(func, args, kwargs):
             return self._run_in_block(func, operator, args, kwargs) if self.is_paused else func(*args, **kwargs)
-        if operator.writes and self._shelf.calls:
+        if (operator.writes or operator.statistics) and self._shelf.calls:
             self._before_write(operator, args, kwargs)
         before = self._states(args, kwargs) if operator.is_random else []
         # Compiled code takes its inputs out of the list it is given.
@@ -201,6 +229,7 @@ class ForwardWatch(_Watch):
             elif self._makers is not None:
                 # Of several results some may be gone when one is given a name: they are held until forward is over.
                 made.result = ref(result) if isinstance(result, Tensor) else result
+                made.versions = [version_of(tensor) for tensor in tensors_in(result)]
                 self._makers.append(made)
         return result
 
@@ -213,7 +242,7 @@ class ForwardWatch(_Watch):
     def _run_in_block(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator inside a block that is kept whole: see whether it writes into what others may read."""
         result = func(*args, **kwargs)
-        for tensor in self._written(operator, args, kwargs):
+        for tensor in _at(operator.writes, args, kwargs):
             storage = tensor.untyped_storage()
             if id(tensor) not in self._own and not any(weak() is storage for weak in self._made_inside):
                 self.wrote_outside = True
@@ -246,24 +275,22 @@ class ForwardWatch(_Watch):
     def keep_maker(self, value: Tensor) -> Answer | None:
         """Keep, after the fact, the operator call that made a value or what it is a view of; gives its answer.
 
-        None if the call is not known: it ran in a kept block, outside of the region, or is kept already.
+        None if no such call is known: it ran in a kept block or outside of the region, or wrote the value in place.
         """
         storage = value.untyped_storage()
         for made in reversed(self._makers or ()):
             result = made.result() if isinstance(made.result, ref) else made.result
             if any(tensor.untyped_storage() is storage for tensor in tensors_in(result)):
+                if made.versions != [version_of(tensor) for tensor in tensors_in(result)]:
+                    return None  # it was written into since: the value is not what the call gave
                 if made.key not in self._shelf.calls:
                     self._keep(made, result)
                 return made.answer
         return None
 
-    def _written(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        return tensors_in(
-            *(args[position] if position < len(args) else kwargs.get(name) for position, name in operator.writes)
-        )
-
     def _before_write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        storages = [tensor.untyped_storage() for tensor in self._written(operator, args, kwargs)]
+        written = _at((*operator.writes, *operator.statistics), args, kwargs)
+        storages = [tensor.untyped_storage() for tensor in written]
         for call in self._shelf.calls.values():
             if call.shares_memory(storages):
                 self._meet_write(call, operator)
@@ -274,6 +301,39 @@ class ForwardWatch(_Watch):
         kept.is_written = True
         if kept.line is not None:
             kept.line.is_written = True  # from the next call on, a copy is kept at once
+
+
+class ChoiceWatch(DispatchMode):
+    """Gives recomputation the choices of forward, where nothing else was kept: a topk may come out otherwise.
+
+    Args:
+        choices: the results of forward's calls that choose, in order.
+    """
+
+    def __init__(self, choices: list[list[Tensor]]) -> None:
+        super().__init__()
+        self._choices, self._next, self._run = choices, 0, current_run()
+
+    def __enter__(self) -> Self:
+        """A recomputation starts: from the first."""
+        self._next, self._run = 0, current_run()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Give the next choice if this is one, and gives as many tensors; else run it, as any that draws."""
+        operator = operator_of(func)
+        if operator.is_routing and current_run() is self._run and self._next < len(self._choices):
+            chosen = [tensor.detach() for tensor in self._choices[self._next]]
+            self._next += 1
+            if len(chosen) == count_results(func) and not operator.is_random:
+                return chosen[0] if len(chosen) == 1 else tuple(chosen)
+        return func(*args, **(kwargs or {}))
 
 
 class AgainWatch(_Watch):

@@ -1,14 +1,14 @@
 """The base class for modes that see every operator, in forward, in recomputation and on autograd's threads.
 
 Private names: `torch.utils._python_dispatch.TorchDispatchMode`, and two of its class methods, overridden below; the
-guard by which an alias made inside a mode shares its version counter.
+guard by which an alias made inside a mode shares its version counter; how many modes are on.
 Replaced by: a public dispatch mode, once torch exports one (`torch.overrides.TorchFunctionMode` is no substitute: it
 does not see the operators of backward).
 Run on: torch 2.11 (CUDA), 2.13 (CPU).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -65,7 +65,7 @@ class DispatchMode(TorchDispatchMode):
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
     """A context in which no dispatch mode of anybody sees an operator."""
-    return _disable_current_modes()
+    return _disable_current_modes() if _C._len_torch_dispatch_stack() else nullcontext()
 
 
 def alias_with_version(tensor: Tensor) -> Tensor:

@@ -12,7 +12,21 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
-__all__ = ["HigherOrderOperator", "OpOverload", "gives_alias", "is_random", "name_of_op", "written_arguments"]
+__all__ = [
+    "TO_COPY",
+    "HigherOrderOperator",
+    "OpOverload",
+    "arguments_named",
+    "count_results",
+    "gives_alias",
+    "is_random",
+    "name_of_op",
+    "written_arguments",
+]
+
+
+TO_COPY: OpOverload = torch.ops.aten._to_copy.default
+"""The operator behind every cast, autocast's included."""
 
 
 def name_of_op(func: Any) -> str:
@@ -34,9 +48,22 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+def arguments_named(func: Any, *names: str) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that has one of these names."""
+    if not isinstance(func, OpOverload):
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((position, argument.name) for position, argument in arguments if argument.name in names)
+
+
 def gives_alias(func: Any) -> bool:
     """Whether a result is declared to share memory with an argument: a view, or an argument written in place."""
     return isinstance(func, OpOverload) and any(result.alias_info is not None for result in func._schema.returns)
+
+
+def count_results(func: Any) -> int:
+    """How many results the operator gives; 0 where it does not say."""
+    return len(func._schema.returns) if isinstance(func, OpOverload) else 0
 
 
 def is_random(func: Any) -> bool:

@@ -1,0 +1,75 @@
+"""What a region inside another one keeps: in the outer one's recomputation the same as in its forward.
+
+The kept values of an inner region are saved tensors of the outer one (`Shelf.settle`), which knows them by their number.
+So the inner region must keep the same calls, and hand them over in the same order, when the outer one runs again. What
+its ledger says may be more by then: it has learned, or another function of that name has. Forward therefore notes which
+calls it kept, with the frame around, and recomputation follows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from recollect._recompute.frame import unpack
+from recollect._recompute.places import Place
+from recollect._recompute.slots import frame_of
+from recollect._selective.kept import Hooks
+
+
+class _Pinned:
+    """What becomes of a call, decided before."""
+
+    __slots__ = ("is_kept", "place")
+
+    def __init__(self, *, is_kept: bool) -> None:
+        self.is_kept = is_kept
+        self.place: Place | None = None
+
+
+_KEPT, _NOT_KEPT = _Pinned(is_kept=True), _Pinned(is_kept=False)
+
+
+class Pins:
+    """The calls that one execution of an inner region handed over, in order; None until its forward is over."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys: dict[Any, None] | None = None
+
+    def note(self, keys: Iterable[Any]) -> None:
+        """Forward is over: these were handed over."""
+        self.keys = dict.fromkeys(keys)
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether single operators are among them."""
+        return any(len(key) > 2 for key in self.keys or ())  # noqa: PLR2004 (blocks have no grad mode)
+
+    def decide(self, func: Any, _operator: Any, call: int, *_: Any) -> _Pinned:
+        """Whether this call of an operator was kept."""
+        return _KEPT if self.keys is not None and (func, torch.is_grad_enabled(), call) in self.keys else _NOT_KEPT
+
+
+def pins_within(hooks: Hooks | None) -> Pins | None:
+    """For an execution inside these hooks: new pins in forward, in recomputation those of forward.
+
+    None if the hooks are not a region's.
+    """
+    frame = None if hooks is None else frame_of(hooks[0])
+    if hooks is None or frame is None:
+        return None
+    nested: list[Pins] | None = getattr(frame, "nested", None)
+    if hooks[1] is unpack:
+        if nested is None:
+            nested = frame.nested = []
+        nested.append(Pins())
+        return nested[-1]
+    turn: Iterator[Pins] | None = getattr(hooks[0], "turn", None)
+    if turn is None:
+        turn = hooks[0].turn = iter(list(nested or ()))  # type: ignore[attr-defined]
+    pins = next(turn, None)
+    return pins if pins is not None and pins.keys is not None else None
