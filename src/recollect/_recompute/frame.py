@@ -15,8 +15,8 @@ reference to the value's storage. See docs/design/engine.md.
 from __future__ import annotations
 
 from _thread import RLock, get_ident  # the class itself: `threading.RLock` is a function around it
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
@@ -465,12 +465,16 @@ class Frame:
         claim(hook, self)
         push_hooks(hook, _same)
         try:
-            if self.recompute_context is None and log is None:
+            context = self.recompute_context
+            if context is None and log is None:
                 self.inputs.call(self.fn, leaves)
             else:
                 if is_last:
                     mark_last()
-                with self.recompute_context or nullcontext(), log or nullcontext():
+                if log is not None:
+                    context = log if context is None else _both(context, log)
+                assert context is not None
+                with context:
                     self.inputs.call(self.fn, leaves)
         except StopRecomputation:
             pass
@@ -514,6 +518,12 @@ def unpack(slot: Slot) -> Tensor:
     if code is ENGINE_CODE:
         slot.value = None
     return value
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _same(tensor: Tensor) -> Tensor:

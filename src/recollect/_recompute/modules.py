@@ -16,7 +16,7 @@ included, can be registered with `register_state`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
@@ -103,6 +103,10 @@ def _version(tensor: Tensor) -> int | None:
         return None
 
 
+def _version_if(value: Any) -> int | None:
+    return _version(value) if isinstance(value, Tensor) else None
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         with torch.no_grad(), without_dispatch_modes():  # to copy is not to read: no watch is concerned
@@ -113,6 +117,12 @@ def _copy(value: Any) -> Any:
 def _get(module: nn.Module, name: str) -> Any:
     """An attribute, or `_ABSENT` if forward has not made it yet."""
     return module._buffers[name] if name in module._buffers else getattr(module, name, _ABSENT)  # noqa: SLF001
+
+
+def put_states(states: States) -> None:
+    """During recomputation: set state as it stood after something that recomputation leaves out."""
+    for module, name, value in states:
+        _set(module, name, _copy(value))
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -133,6 +143,8 @@ _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_paramete
 _training, _version_of = itemgetter("training"), attrgetter("_version")
 
 Attributes = dict[str, Any]
+States = list[tuple[nn.Module, str, Any]]
+Mark = tuple[nn.Module, str, Any, int | None]
 
 
 def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Attributes]]:
@@ -198,7 +210,7 @@ class ModuleState:
         # How many of those each module has: what it adds later, it adds behind them.
         self._counts = [list(map(len, map(table_of, attributes))) for table_of in (_parameters, _buffers)]
         self._loose = [(ref(tensor), _version(tensor)) for tensor in loose]
-        self._state: list[tuple[nn.Module, str, Any]] = []
+        self._state: States = []
         self._trial: _Trial | None = None
         self.is_watching = False  # whether recomputation runs under a watch for changed tensors
         # What recomputation must find unchanged where it reads it, and the versions that show it. A lazy parameter
@@ -266,6 +278,35 @@ class ModuleState:
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
         return any(tensor is noted for noted in self._watched) or any(tensor is weak() for weak, _ in self._loose)
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether nothing is known that the function may move, so that `marks` would be empty. Before `settle` only."""
+        return self._trial is None and not self._state
+
+    def marks(self) -> list[Mark]:
+        """State that the function may move, and how it stands now; for `moved`. Of use before `settle` only."""
+        found = [(module, name) for module, name, value in self._state if value is not _MISSING]
+        if self._trial is not None:
+            found += self._trial.names()
+        return [(module, name, value, _version_if(value)) for module, name in found for value in [_get(module, name)]]
+
+    def moved(self, marks: list[Mark]) -> States:
+        """What has moved since, with copies of it as it stands now."""
+        return [
+            (module, name, _copy(now))
+            for module, name, value, version in marks
+            for now in [_get(module, name)]
+            if now is not value
+            or not isinstance(now, Tensor)
+            or _version(now) != version
+            or name in _rules_of(type(module))[1]
+        ]
+
+    def moves_any(self, tensors: Iterable[Tensor]) -> bool:
+        """After `settle`: whether one of these is a buffer that the function moves, or a view of it."""
+        found = {_address(now) for module, name, _ in self._state if isinstance(now := _get(module, name), Tensor)}
+        return bool(found) and any(_address(tensor) in found for tensor in tensors)
 
     def restore(self, region: str) -> ExitStack | None:
         """Before recomputation: set what forward found; gives what puts it back, None if all stands as it stood.
@@ -356,6 +397,10 @@ class _Trial:
                     called.add(id(called_module))
 
             self._handles[id(module)] = module.register_forward_pre_hook(note)
+
+    def names(self) -> list[tuple[nn.Module, str]]:
+        """The buffers on trial."""
+        return [(module, name) for module, name, *_ in self._entries]
 
     def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
         """Learn from the modules that were called; gives all entries."""

@@ -19,6 +19,7 @@ from recollect._core.scope import Watcher, is_last_recomputation, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
 from recollect._recompute.frame import StopRecomputation
+from recollect._recompute.modules import ModuleState
 from recollect._recompute.rng import Source
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.ledger import Ledger, Line, bytes_of
@@ -70,7 +71,18 @@ class _Side:
 class Forward(_Side):
     """Around forward: runs blocks, keeps their results, and lets the watch see the operators outside of them."""
 
-    __slots__ = ("_around", "_generators", "_hooks", "_ledger", "_reads_states", "recorder", "scopes", "watch")
+    __slots__ = (
+        "_around",
+        "_generators",
+        "_hooks",
+        "_is_plain",
+        "_ledger",
+        "_modules",
+        "_reads_states",
+        "recorder",
+        "scopes",
+        "watch",
+    )
 
     def __init__(
         self,
@@ -82,17 +94,26 @@ class Forward(_Side):
         recorder: Tape | Take | None,
         scopes: list[str],
         generators: Sequence[Source] = (),
+        modules: ModuleState | None = None,
     ) -> None:
         super().__init__(shelf, wanted)
         self._ledger, self.watch, self.recorder, self.scopes = ledger, watch, recorder, scopes
         # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.
         self._around = top_hooks(True)  # noqa: FBT003
         self._reads_states = ledger.draws is not False
-        self._generators = generators
+        self._generators, self._modules = generators, modules
         self._hooks: Hooks | None = None
 
     def __enter__(self) -> Self:
         self._hooks = top_hooks(True)  # noqa: FBT003
+        self._is_plain = (
+            self.watch is None
+            and self.recorder is None
+            and not self._reads_states
+            and (self._modules is None or self._modules.is_stateless)
+            and self.shelf.pins is None
+            and not self._ledger.has_backward
+        )
         self._begin(self)
         if self.watch is not None:
             self.watch.__enter__()
@@ -164,6 +185,8 @@ class Forward(_Side):
         if line is None:
             line = ledger.add_block(key, by)
         number = self._counter.next(key)
+        if self._is_plain and not (kwargs or line.is_written or line.is_impure):
+            return self._keep_plainly(key, number, line, call, args)
         given = tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
         versions = [tensor._version for tensor in given]  # noqa: SLF001
         watched = self.watch is not None or self.recorder is not None
@@ -172,6 +195,7 @@ class Forward(_Side):
             self._pause(given)
         try:
             before = self._states(given, args, kwargs) if self._reads_states else []
+            marks = self._modules.marks() if self._modules is not None else None
             result = self._run_bare(call, args, kwargs)
             if not self._is_needed((key, number)):
                 kept = KeptCall(line.what, [], None)
@@ -180,6 +204,8 @@ class Forward(_Side):
                 kept = self._kept(line, result)
                 if before:
                     kept.states = moved_states(before, self._states(given, args, kwargs))
+                if marks and self._modules is not None:
+                    kept.moved = self._modules.moved(marks)
                 # It writes into what it is given, where others may look; or where generators stand cannot be read.
                 if before is None or versions != [tensor._version for tensor in given]:  # noqa: SLF001
                     kept.must_rerun = True
@@ -192,6 +218,34 @@ class Forward(_Side):
         kept.line = line
         self.shelf.calls[key, number] = kept
         line.matched += 1
+        return result
+
+    def _keep_plainly(
+        self, key: Block, number: int, line: Line, call: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
+        """The same where nothing is watched, and no generator or module state is to be looked after. Written out."""
+        given = tensors_in(*args)
+        versions = [tensor._version for tensor in given]  # noqa: SLF001
+        hooks, top = self._hooks, top_hooks(True)  # noqa: FBT003
+        is_ours = hooks is not None and top is not None and top[0] is hooks[0]
+        self._is_inside = True
+        if is_ours:
+            pop_hooks()
+        try:
+            result = call(*args)
+        finally:
+            if is_ours:
+                assert hooks is not None
+                push_hooks(*hooks)
+            self._is_inside = False
+        line.matched += 1
+        if (key, number) in self._ledger.unneeded:
+            return result
+        kept = self._kept(line, result)
+        kept.line = line
+        if versions != [tensor._version for tensor in given]:  # noqa: SLF001
+            kept.must_rerun = True  # it writes into what it is given, where others may look
+        self.shelf.calls[key, number] = kept
         return result
 
     def _is_needed(self, key: tuple[Block, int]) -> bool:
@@ -270,7 +324,7 @@ class Again(_Side):
         finally:
             self._end()
             self.shelf.let_go()
-        if is_last_recomputation() and (error is None or isinstance(error, StopRecomputation)):
+        if self.shelf.calls and is_last_recomputation() and (error is None or isinstance(error, StopRecomputation)):
             # It stopped before it came there: so it will the next time.
             self._ledger.unneeded.update(key for key in self.shelf.calls if key[0] in self._ledger.blocks)
 

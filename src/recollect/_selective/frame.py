@@ -119,6 +119,7 @@ class SelectiveFrame(Frame):
             recorder=recorder,
             scopes=scopes,
             generators=sources_by_request(self.options.preserve),
+            modules=self.around.modules,
         )
         self._watch = watch
         return forward, self._again
@@ -191,6 +192,9 @@ class SelectiveFrame(Frame):
     def _settle_tape(self, tape: Tape) -> None:
         ledger = self._ledger
         tape.check_versions()
+        modules = self.around.modules
+        if modules is not None and modules.moves_any(tape.tensors):
+            tape.broken("it reads buffers that it updates")  # the next forward moves them on
         if not ledger.keeps_ops:
             tape.broken("no single operator is kept")
         if tape.why_broken is None:

@@ -17,6 +17,8 @@ from recollect._core.errors import CaptureError, ChangedInputError
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.pytree import Spec, flatten, unflatten
+from recollect._recompute.modules import States as ModuleStates
+from recollect._recompute.modules import put_states
 from recollect._recompute.places import Place
 from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
 
@@ -33,6 +35,7 @@ class KeptCall:
         place: where it was called, if known.
         inputs: shapes and dtypes of the tensors it was given, to tell a recomputation that goes another way.
         states: where the generators it drew from stood afterwards.
+        moved: the state of modules that it moved, as it stood afterwards.
         must_rerun: it cannot be served: the call must run again.
         is_written: forward went on to write into the result, and recomputation will too.
     """
@@ -41,6 +44,7 @@ class KeptCall:
     place: Place | None = None
     inputs: list[Meta] | None = None
     states: States | None = None
+    moved: ModuleStates | None = None
     must_rerun = is_written = False
     line: Any = None  # of a block, in its ledger
     _flags: list[bool] | None = None
@@ -92,6 +96,8 @@ class KeptCall:
         """Whether a kept value was written into since."""
         if self._unpack is not None:
             return False
+        if self._spec is None and type(self._leaves[0]) is Tensor:  # the usual case, written out
+            return version_of(self._leaves[0]) != self._versions[0]
         return any(version_of(leaf) != version for leaf, version in zip(self._leaves, self._versions, strict=True))
 
     def shares_memory(self, storages: Iterable[Any]) -> bool:
@@ -149,8 +155,8 @@ class KeptCall:
             value = leaf if is_last else leaf.detach()
             if self._flags is not None:
                 value.requires_grad_()
-            if self.states is not None:
-                put_back(self.states)
+            if self.states is not None or self.moved is not None:
+                self._put_states()
             return value
         leaves, is_written = list(self._leaves), self.is_written
         for index, leaf in enumerate(leaves):
@@ -165,9 +171,14 @@ class KeptCall:
                 value.requires_grad_()
             # Copied with a graph where there is one: a leaf could not be written into.
             leaves[index] = _copy(value) if is_written else value
+        self._put_states()
+        return leaves[0] if self._spec is None else unflatten(leaves, self._spec)[0]
+
+    def _put_states(self) -> None:
         if self.states is not None:
             put_back(self.states)
-        return leaves[0] if self._spec is None else unflatten(leaves, self._spec)[0]
+        if self.moved is not None:
+            put_states(self.moved)
 
 
 def version_of(value: Any) -> int:

@@ -1,9 +1,9 @@
 """What a region inside another one keeps: in the outer one's recomputation the same as in its forward.
 
-The kept values of an inner region are saved tensors of the outer one (`Shelf.settle`), which knows them by their number.
-So the inner region must keep the same calls, and hand them over in the same order, when the outer one runs again. What
-its ledger says may be more by then: it has learned, or another function of that name has. Forward therefore notes which
-calls it kept, with the frame around, and recomputation follows that.
+The kept values of an inner region are saved tensors of the outer one (`Shelf.settle`), which knows them by number. So
+the inner region must keep the same calls, and hand them over in the same order, when the outer one runs again. What its
+ledger says may be more by then: it has learned, or another function of that name has. Forward therefore notes, with the
+frame around, which calls it kept, and recomputation follows that.
 """
 
 from __future__ import annotations

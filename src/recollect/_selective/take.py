@@ -88,7 +88,7 @@ class Take(FunctionMode):
         """Bind the region's arguments."""
         leaves = arguments.leaves
         for number, index in self.plan.inputs.items():
-            tensor = leaves[index] if index < len(leaves) else None  # a list may be shorter than it was
+            tensor: Any = leaves[index] if index < len(leaves) else None  # a list may be shorter than it was
             if type(tensor) not in PLAIN_TENSORS or tensor.is_inference():
                 self.why_broken = _OTHER_WAYS
                 return

@@ -34,7 +34,13 @@ class BlockWatcher(Protocol):
 
 
 class Tap(Protocol):
-    """Stands in one call while it is open; opened and closed by each region that wants it, under the lock."""
+    """Stands in one call while it is open.
+
+    Attributes:
+        depth: how many regions have opened it; counted by `open_taps` and `close_taps`, under the lock.
+    """
+
+    depth: int
 
     def open(self) -> None: ...
     def close(self) -> None: ...
@@ -43,11 +49,11 @@ class Tap(Protocol):
 class ModuleTap:
     """Stands in one module's call."""
 
-    __slots__ = ("__weakref__", "_before", "_depth", "_module")
+    __slots__ = ("__weakref__", "_before", "_module", "depth")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
-        self._depth = 0
+        self.depth = 0
         self._before: Callable[..., Any] | None = None
 
     @property
@@ -56,22 +62,21 @@ class ModuleTap:
         return self._module()
 
     def open(self) -> None:
-        self._depth += 1
         module = self._module()
-        if self._depth == 1 and module is not None:
-            table = vars(module)
+        if module is not None:
+            table = module.__dict__
             self._before = table.get(_NAME)
             table[_NAME] = self
 
     def close(self) -> None:
-        self._depth -= 1
         module = self._module()
-        if self._depth == 0 and module is not None and vars(module).get(_NAME) is self:
+        table = {} if module is None else module.__dict__
+        if table.get(_NAME) is self:
             if self._before is None:
-                del vars(module)[_NAME]
+                del table[_NAME]
             else:
-                vars(module)[_NAME] = self._before
-            self._before = None
+                table[_NAME] = self._before
+                self._before = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module is called."""
@@ -85,24 +90,22 @@ class ModuleTap:
 class FunctionTap:
     """Stands in ``apply`` of one subclass of `torch.autograd.Function`."""
 
-    __slots__ = ("__weakref__", "_before", "_depth", "_function")
+    __slots__ = ("__weakref__", "_before", "_function", "depth")
 
     def __init__(self, function: type) -> None:
         self._function = ref(function)
-        self._depth = 0
+        self.depth = 0
         self._before: Any = None
 
     def open(self) -> None:
-        self._depth += 1
         function = self._function()
-        if self._depth == 1 and function is not None:
+        if function is not None:
             self._before = vars(function).get("apply")
             function.apply = self  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        self._depth -= 1
         function = self._function()
-        if self._depth == 0 and function is not None:
+        if function is not None:
             if self._before is None:
                 del function.apply  # type: ignore[attr-defined]
             else:
@@ -143,11 +146,15 @@ def open_taps(taps: Sequence[Tap]) -> None:
     """Let the watcher of this thread see calls of these modules."""
     with _lock:
         for tap in taps:
-            tap.open()
+            if tap.depth == 0:
+                tap.open()
+            tap.depth += 1
 
 
 def close_taps(taps: Sequence[Tap]) -> None:
     """Take back what `open_taps` did."""
     with _lock:
         for tap in taps:
-            tap.close()
+            tap.depth -= 1
+            if tap.depth == 0:
+                tap.close()
