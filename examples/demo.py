@@ -34,7 +34,7 @@ Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 WRAPS: dict[str, Wrap] = {
     "plain": lambda block: block,
     "recollect": recollect.checkpoint,
-    "with a policy": partial(recollect.checkpoint, policy=DEAR),
+    "with policy": partial(recollect.checkpoint, policy=DEAR),
 }
 
 

@@ -306,6 +306,7 @@ class ModuleState:
     def moves_any(self, tensors: Iterable[Tensor]) -> bool:
         """After `settle`: whether one of these is a buffer that the function moves, or a view of it."""
         found = {_address(now) for module, name, _ in self._state if isinstance(now := _get(module, name), Tensor)}
+        found.discard(0)
         return bool(found) and any(_address(tensor) in found for tensor in tensors)
 
     def restore(self, region: str) -> ExitStack | None:
