@@ -461,6 +461,11 @@ def use_contexts(fn: Region) -> None:
     backward(compat.checkpoint(fn, fresh(), use_reentrant=False, context_fn=lambda: contexts).sum())
 
 
+def use_writing_into_its_input(fn: Region) -> None:
+    with torch.autograd.graph.save_on_cpu(), suppress(recollect.ChangedInputError):
+        backward(recollect.checkpoint(lambda x: fn(x.sin_()))(fresh() * 2).sum())
+
+
 class Holding(nn.Module):
     def __init__(self, fn: Region) -> None:
         super().__init__()
@@ -497,6 +502,7 @@ USES: dict[str, Callable[[Region], None]] = {
     "reentrant": use_reentrant,
     "context_fn": use_contexts,
     "module": use_module,
+    "input written, inside save_on_cpu": use_writing_into_its_input,
 }
 
 

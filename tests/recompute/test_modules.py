@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recollect
+from recollect._recompute.modules import _learned
 from recollect._recompute.search import find_modules
 from tests.watching import backward
 
@@ -268,6 +269,50 @@ def test_an_unrelated_change_is_not_refused() -> None:
         other.weight.add_(1)
     backward(loss)
     assert block.weight.grad is not None
+
+
+class Follower(nn.Module):
+    """Reads a running mean and then updates it."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * (1 + self.mean)
+        self.mean.add_(x.detach().mean(0))
+        return out.sin()
+
+
+def test_a_region_inside_may_hold_a_module_whose_buffers_changed_since() -> None:
+    """It copies them, in case it uses the module; that alone is no reason to refuse."""
+    follower, x = Follower(), torch.randn(2, 3, requires_grad=True)
+    _learned.pop(Follower, None)
+    inner = recollect.checkpoint(lambda x: x.exp().sin() if x is not follower else follower(x))
+    outer = recollect.checkpoint(lambda x: inner(x * 2).exp() if x is not follower else follower(x))
+    loss = outer(x).sum()
+    recollect.checkpoint(follower)(x).sum().backward()
+    x.grad = None
+    backward(loss)
+    (expected,) = torch.autograd.grad((x * 2).exp().sin().exp().sum(), x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+def test_what_a_backward_inside_recomputes_teaches_nothing_about_a_class() -> None:
+    """It calls modules on copies of their buffers, which the originals do not show."""
+    follower, x = Follower(), torch.randn(2, 3, requires_grad=True)
+    lost = recollect.checkpoint(follower)(x)
+    _learned.pop(Follower, None)
+
+    def fn(x: Any) -> Any:
+        lost.sum().backward(retain_graph=True)
+        return x.sin() if x is not follower else follower(x)
+
+    backward(recollect.checkpoint(fn)(x).sum())
+    assert Follower not in _learned
 
 
 # State of the user's own

@@ -41,10 +41,10 @@ def test_a_value_that_is_named_after_another_one_was_kept(outer: PolicyLike | No
 
 @each_outer
 @pytest.mark.parametrize("check", ["metadata", "values", "none"])
-def test_functions_that_share_a_name_and_what_is_learned(outer: PolicyLike | None, check: str) -> None:
+def test_functions_that_share_a_name_and_what_is_learned(outer: PolicyLike | None, check: Any) -> None:
     """One piece of code, three functions: what one of them teaches the engine must not shift what another kept."""
 
-    def make(steps: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def make(steps: int) -> Callable[..., Any]:
         def body(x: Tensor, w: Tensor) -> Tensor:
             for step in range(steps):
                 x = recollect.name((x @ w).sin(), "late") if step else x @ w
@@ -83,6 +83,18 @@ def test_a_policy_that_answers_otherwise_later(outer: PolicyLike | None) -> None
         policies.save_nothing,
         squares(2),
     )
+
+
+def test_a_list_may_be_shorter_than_at_the_first_call() -> None:
+    def fn(box: list[Tensor]) -> Tensor:
+        return torch.stack([(x @ x).sin().exp() for x in box]).sum(0)
+
+    region = recollect.checkpoint(fn, policy=policies.save_matmuls)
+    for count in (3, 3, 2, 2, 3, 1, 1):
+        box = [torch.randn(4, 4, requires_grad=True) for _ in range(count)]
+        expected = torch.autograd.grad(fn(box).sum(), box)
+        found = torch.autograd.grad(region(box).sum(), box)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_kept_blocks_that_one_step_did_not_need() -> None:

@@ -39,7 +39,8 @@ class Block(nn.Module):
         attended = recollect.region("attention")(F.scaled_dot_product_attention)(q, k, v)
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         gated = recollect.name(F.gelu(self.up(x)), "gated")
-        return x + self.dropout(self.down(gated))
+        out: Tensor = x + self.dropout(self.down(gated))
+        return out
 
 
 def make(width: int, dropout: float, dtype: torch.dtype = torch.float32) -> tuple[Block, Tensor]:

@@ -286,6 +286,8 @@ class ModuleState:
 
     def marks(self) -> list[Mark]:
         """State that the function may move, and how it stands now; for `moved`. Of use before `settle` only."""
+        if not self._state and self._trial is None:
+            return []
         found = [(module, name) for module, name, value in self._state if value is not _MISSING]
         if self._trial is not None:
             found += self._trial.names()

@@ -27,7 +27,7 @@ from recollect._selective.operators import tensors_in
 from recollect._selective.take import Take
 from recollect._selective.tape import Tape
 from recollect._selective.taps import Tap, close_taps, open_taps, tap_function, tap_module
-from recollect._selective.watch import AgainWatch, Counter, ForwardWatch, Shelf
+from recollect._selective.watch import AgainWatch, ChoiceWatch, Counter, ForwardWatch, Shelf
 
 Block = tuple[str, str]
 """What kind of block it is, and its path or name."""
@@ -299,28 +299,28 @@ class Forward(_Side):
 class Again(_Side):
     """Around recomputation: gives the results of blocks and operators that forward kept."""
 
-    __slots__ = ("_ledger", "_watch", "has_served", "knows_states")
+    __slots__ = ("_ledger", "has_served", "knows_states", "watch")
 
-    def __init__(self, shelf: Shelf, wanted: Wanted, ledger: Ledger, *, watch: AgainWatch | None) -> None:
+    def __init__(self, shelf: Shelf, wanted: Wanted, ledger: Ledger, *, watch: AgainWatch | ChoiceWatch | None) -> None:
         super().__init__(shelf, wanted)
-        self._ledger, self._watch = ledger, watch
+        self._ledger, self.watch = ledger, watch
         self.knows_states = True
         self.has_served = False
 
     def __enter__(self) -> Self:
-        if self._watch is None:
+        if self.watch is None:
             self.shelf.unpack()
         self._begin(self)
-        if self._watch is not None:
-            self._watch.__enter__()
+        if self.watch is not None:
+            self.watch.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._watch is not None:
-                self._watch.__exit__(kind, error, trace)
+            if self.watch is not None:
+                self.watch.__exit__(kind, error, trace)
         finally:
             self._end()
             self.shelf.let_go()
@@ -364,7 +364,7 @@ class Again(_Side):
                 return kept.serve(is_last=is_last_recomputation())
             self._ledger.blocks[key].is_written = True  # from the next call on, a copy is kept
         self._ledger.unneeded.discard((key, number))
-        watch = self._watch
+        watch = self.watch
         self._is_inside = True
         if watch is not None:
             watch.is_paused = True

@@ -33,6 +33,7 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._recompute.frame import Expiry, Frame, Options
+from recollect._recompute.oplog import OpLog
 from recollect._recompute.rng import sources_by_request
 from recollect._recompute.slots import Handed, Slot
 from recollect._recompute.values import digest
@@ -129,19 +130,30 @@ class SelectiveFrame(Frame):
         ledger = self._ledger
         if not ledger.may_tape or (not ledger.is_learned and self._notes.holds_compiled()):
             return False
-        if function_mode_depth() or top_hooks(True) is not None or self.around.is_captured:  # noqa: FBT003
+        if function_mode_depth() or top_hooks(True) is not None:  # noqa: FBT003
             return False
+        if self.around.is_captured and (ledger.plan is None or ledger.plan.draws):
+            return False  # while a CUDA graph is captured, generators cannot be read, and nothing can be compared
         return self.options.matcher.values is None
 
     def pack(self) -> Callable[[Tensor], Slot]:
         """The saved-tensor hook of forward: as in any frame, and whoever records is told."""
         if self._take is not None:
             return self._take.packer(self)
-        if self._tape is None:
+        if self._watch is None or self._again is None:
             return super().pack()
-        make, note_saved, slots = super().pack(), self._tape.note_saved, self.slots
+        make, tally = super().pack(), self._again.shelf.tally
+        if self._tape is None:
+
+            def mark(tensor: Tensor) -> Slot:
+                tally.marks.append(tally.count)
+                return make(tensor)
+
+            return mark
+        note_saved, slots = self._tape.note_saved, self.slots
 
         def pack(tensor: Tensor) -> Slot:
+            tally.marks.append(tally.count)
             make(tensor)
             slots.pop()
             note_saved(tensor)
@@ -222,6 +234,8 @@ class SelectiveFrame(Frame):
         self.metas += [None] * (len(self.slots) - len(self.metas))
         if choices and self._again is None:
             self.recompute_context = ChoiceWatch(choices)
+        elif choices and self._again is not None:
+            self._again.watch = ChoiceWatch(choices)
         self._drop_plan()
         ledger.breaks += 1
         ledger.unwatched -= 1
@@ -280,6 +294,19 @@ class SelectiveFrame(Frame):
             again.knows_states, self._ledger.has_backward = False, True
             super()._run(last=last, stops_early=stops_early, is_last=is_last)
 
+    def _call(
+        self,
+        leaves: list[Any],
+        pack: Callable[[Tensor], Any],
+        log: OpLog | None,
+        is_last: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Call the function under these hooks; where operators are served, each must be the one that was kept."""
+        watch = self._again.watch if self._again is not None else None
+        if isinstance(watch, AgainWatch):
+            pack = _checking(pack, watch)
+        super()._call(leaves, pack, log, is_last)
+
     def fetch(self, slot: Slot) -> Tensor:
         """Give the value of a slot, by replay if there is a plan."""
         plan = self._plan
@@ -290,7 +317,7 @@ class SelectiveFrame(Frame):
         assert isinstance(slot, PlannedSlot)
         if plan.sources[slot.index] is HELD:
             assert isinstance(slot, HeldSlot)
-            return slot.held
+            return self._checked(slot, slot.held)
         with self.lock:
             pass_id = current_pass()
             if self.filled_by != pass_id:
@@ -420,6 +447,15 @@ class SelectiveFrame(Frame):
             assert value is not None
         return value
 
+    def held_tensors(self) -> list[tuple[str, Any]]:
+        """What it holds: arguments, and what is kept."""
+        found = super().held_tensors()
+        if self._bound is not None:
+            found += [("kept", tensor) for tensor in self._bound.held if tensor is not None]
+        if self._again is not None:
+            found += [("kept", tensor) for call in self._again.shelf.calls.values() for tensor in call.tensors]
+        return found
+
     def expire(self) -> None:
         """The pass is over."""
         super().expire()
@@ -428,6 +464,19 @@ class SelectiveFrame(Frame):
     def _release(self) -> None:
         super()._release()
         self._again = None
+
+
+def _checking(pack: Callable[[Tensor], Any], watch: AgainWatch) -> Callable[[Tensor], Any]:
+    """The hook of a recomputation, which also sees that kept operators are served as they were kept."""
+    index = -1
+
+    def checked(tensor: Tensor) -> Any:
+        nonlocal index
+        index += 1
+        watch.check(index)
+        return pack(tensor)
+
+    return checked
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

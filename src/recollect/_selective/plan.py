@@ -125,7 +125,7 @@ class Inner:
 
 
 class Held:
-    """A saved tensor that is held as it is: made from a parameter, or inside a call that is kept."""
+    """A saved tensor that is held as it is: a parameter, a kept value, a view of one, or made inside a kept call."""
 
     __slots__ = ()
 
@@ -147,14 +147,16 @@ class Plan:
         inputs: for numbers of arguments, which leaf of the arguments they are.
         uses: for each number, how often it is asked for until every saved tensor is served.
         bases: the numbers that others are views of.
+        draws: whether one of the calls does.
         inner: for each call with inner saved tensors, the indices in `sources`.
     """
 
-    __slots__ = ("bases", "calls", "inner", "inputs", "makers", "metas", "sources", "uses", "views")
+    __slots__ = ("bases", "calls", "draws", "inner", "inputs", "makers", "metas", "sources", "uses", "views")
 
     def __init__(self) -> None:
         self.bases: frozenset[int] = frozenset()
         self.calls: list[Call] = []
+        self.draws = False
         self.sources: list[Source] = []
         self.metas: list[tuple[Any, ...] | None] = []
         self.makers: list[int] = []

@@ -238,6 +238,9 @@ class Tape(FunctionMode):
             call = Call(entry.func, None, is_single=entry.is_single, draws=False)
             call.links = tuple(entry.links)
             raw.calls.append(call)
+        held: list[Any] = [None] * len(self.tensors)
+        for number in outside.union(*(self.entries[index].outs for index in kept)):
+            held[number] = self.tensors[number]
         for tensor, owner, place in self.saved:
             source = self._trace(tensor, owner)
             base = source.number if isinstance(source, View) else source
@@ -248,14 +251,11 @@ class Tape(FunctionMode):
             if base is None:
                 index = NOWHERE if owner is None else index_of.get(id(owner), NOWHERE)
                 source = HELD if index == NOWHERE or index in kept else Inner(index, place)
-            elif base in outside:
-                source = HELD
+            elif isinstance(base, int) and held[base] is not None:
+                source = HELD  # its memory is held anyway, so that the slot may hold it as well
             assert source is not None
             raw.sources.append(source)
             raw.metas.append(read_meta(tensor))
-        held: list[Any] = [None] * len(self.tensors)
-        for number in outside.union(*(self.entries[index].outs for index in kept)):
-            held[number] = self.tensors[number]
         uses = raw.count_uses(list(range(len(raw.sources))), held)
         return _Renumbering(self, raw, held, uses).finish(drawing)
 
@@ -305,7 +305,7 @@ class _Renumbering:
             plan.sources.append(renumbered)
             if isinstance(renumbered, View):
                 bases.add(renumbered.number)
-        plan.bases = frozenset(bases)
+        plan.bases, plan.draws = frozenset(bases), bool(drawing)
         for call in plan.calls:
             call.is_base = call.number in bases
         return plan, bound

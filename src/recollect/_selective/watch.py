@@ -19,6 +19,7 @@ from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
 from recollect._core.torch_private.engine import current_pass
 from recollect._core.torch_private.schemas import OpOverload, count_results
+from recollect._core.units import count_noun
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.places import Place, Places
 from recollect._selective.kept import (
@@ -83,18 +84,56 @@ class Counter:
         return self._counts.get(what, 0)
 
 
+class Tally:
+    """How many operators were kept, as a check: recomputation must be served as many, at each saved tensor.
+
+    Else forward ran kept operators that recomputation does not run, a warm-up or the filling of a cache, and from there
+    on each call would be given the result of another one. Apart from the shelf, because the hooks of forward count
+    here, and the graph keeps them.
+
+    Attributes:
+        count: how many were kept as they ran, with grad mode on.
+        marks: the same, noted at each saved tensor of forward.
+        is_late: whether some were kept after they had run, so that the marks say nothing.
+    """
+
+    __slots__ = ("count", "is_late", "marks")
+
+    def __init__(self) -> None:
+        self.count, self.is_late = 0, False
+        self.marks: list[int] = []
+
+    def check(self, region: str, index: int, served: int) -> None:
+        """Saved tensor `index` is made again, after so many operators were served.
+
+        Raises:
+            MismatchError: another number was kept.
+        """
+        if self.is_late or index >= len(self.marks) or self.marks[index] == served:
+            return
+        message = (
+            f"region '{region}': until saved tensor {index}, forward ran {count_noun(self.marks[index], 'operator')} "
+            f"that are kept, and recomputation {served}.\n"
+            "The function does something only once: it warms up a kernel, or fills a cache of its own.\n"
+            "Do that before the region, or let the policy recompute those operators."
+        )
+        raise MismatchError(message)
+
+
 class Shelf:
     """What one execution of a region keeps; filled by forward, read by its recomputations.
 
     Attributes:
         pins: inside another region: what is handed to it.
+        tally: how many operators were kept.
     """
 
-    __slots__ = ("_is_packed", "calls", "pins", "region")
+    __slots__ = ("_is_packed", "calls", "pins", "region", "tally")
 
     def __init__(self, region: str, pins: Pins | None = None) -> None:
         self.region, self.pins = region, pins
         self.calls: dict[Key, KeptCall] = {}
+        self.tally = Tally()
         self._is_packed = False
 
     def settle(self, hooks: Hooks | None) -> None:
@@ -214,8 +253,8 @@ class ForwardWatch(_Watch):
         before = self._states(args, kwargs) if operator.is_random else []
         # Compiled code takes its inputs out of the list it is given.
         inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
+        call = self._counter.next((func, torch.is_grad_enabled()))  # counted here, like a call that raises
         result = func(*args, **kwargs)
-        call = self._counter.next((func, torch.is_grad_enabled()))
         answer = self._decide(func, operator, call, args, kwargs, result)
         can_be_kept = operator.can_be_kept and not (self._is_exact and operator.hides_writes)
         if can_be_kept and (answer.is_kept or self._makers is not None):
@@ -226,6 +265,7 @@ class ForwardWatch(_Watch):
                 if before is None:
                     refuse_capture(self._shelf.region, operator.name)
                 self._keep(made, result)
+                self._shelf.tally.count += torch.is_grad_enabled()
             elif self._makers is not None:
                 # Of several results some may be gone when one is given a name: they are held until forward is over.
                 made.result = ref(result) if isinstance(result, Tensor) else result
@@ -285,6 +325,7 @@ class ForwardWatch(_Watch):
                     return None  # it was written into since: the value is not what the call gave
                 if made.key not in self._shelf.calls:
                     self._keep(made, result)
+                    self._shelf.tally.is_late = True
                 return made.answer
         return None
 
@@ -313,6 +354,7 @@ class ChoiceWatch(DispatchMode):
     def __init__(self, choices: list[list[Tensor]]) -> None:
         super().__init__()
         self._choices, self._next, self._run = choices, 0, current_run()
+        self.is_paused = False
 
     def __enter__(self) -> Self:
         """A recomputation starts: from the first."""
@@ -328,7 +370,9 @@ class ChoiceWatch(DispatchMode):
     ) -> Any:
         """Give the next choice if this is one, and gives as many tensors; else run it, as any that draws."""
         operator = operator_of(func)
-        if operator.is_routing and current_run() is self._run and self._next < len(self._choices):
+        if self.is_paused or current_run() is not self._run:
+            return func(*args, **(kwargs or {}))
+        if operator.is_routing and self._next < len(self._choices):
             chosen = [tensor.detach() for tensor in self._choices[self._next]]
             self._next += 1
             if len(chosen) == count_results(func) and not operator.is_random:
@@ -342,10 +386,12 @@ class AgainWatch(_Watch):
     def __init__(self, shelf: Shelf, *, refuse: Callable[[KeptCall], None] | None = None) -> None:
         super().__init__(shelf)
         self._refuse = refuse
+        self.served = 0
 
     def __enter__(self) -> Self:
         """A recomputation starts: count from the beginning."""
         self._counter = Counter()
+        self.served = 0
         self._run = current_run()
         self._shelf.unpack()
         return super().__enter__()
@@ -373,6 +419,7 @@ class AgainWatch(_Watch):
         kept = self._shelf.take((func, is_tracked, call))
         if kept is None:
             return func(*args, **kwargs)
+        self.served += is_tracked
         given = tensors_in(args, kwargs)
         if kept.inputs != [(tensor.shape, tensor.dtype) for tensor in given]:
             self._mismatch(kept, call, given)
@@ -386,6 +433,10 @@ class AgainWatch(_Watch):
         ((position, name),) = operator.writes
         target: Tensor = args[position] if position < len(args) else kwargs[name]
         return target.copy_(result)
+
+    def check(self, index: int) -> None:
+        """Saved tensor `index` is made again."""
+        self._shelf.tally.check(self._shelf.region, index, self.served)
 
     def _mismatch(self, kept: KeptCall, call: int, given: list[Tensor]) -> None:
         was = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in kept.inputs or ())
