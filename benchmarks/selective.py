@@ -42,6 +42,7 @@ from training import (
     train,
 )
 
+import recollect
 from recollect import policies
 
 FULL = f"{OURS} full"
@@ -210,10 +211,12 @@ class Made(TorchDispatchMode):
         return len(storages), sum(storage.nbytes() for storage in storages.values())
 
 
-def kept_values(model: LlamaLike, ids: Tensor, label: str, run: Layers, ops: Ops) -> Row:
+def kept_values(model: LlamaLike, ids: Tensor, keep: Keep, label: str, run: Layers, ops: Ops) -> Row:
     """What is alive between forward and backward of the matmuls' and attention's results inside the blocks.
 
-    It is the same count for every engine: whoever holds a value, it was made by such an operator and not freed.
+    It is the same count for every engine: whoever holds a value, it was made by such an operator and not freed. Ours
+    by single operators also says how many matmuls its policy decided to keep: it does not hold the results of those
+    that backward has no use for, the last one of each block.
     """
     train(model, ids, run)
     matmuls, attention = Made(ops.matmuls), Made(ops.attention)
@@ -230,20 +233,16 @@ def kept_values(model: LlamaLike, ids: Tensor, label: str, run: Layers, ops: Ops
         "kept_sdpa": attention_values,
         "kept_bytes": matmul_bytes + attention_bytes,
     }
-    said = kept_by_ours(model) if label in {BY_OPS, BY_REGIONS} else None
-    if said is not None:
-        row |= {"explained_values": said[0], "explained_bytes": said[1]}
+    row["decided_mm"] = decided_matmuls(model, keep, ops) if label == BY_OPS else ""
     del loss
     return row
 
 
-def kept_by_ours(model: LlamaLike) -> tuple[int, int] | None:
-    """How many values `recollect.explain` says are kept, and their bytes; None where it is not asked.
-
-    It is called between forward and backward of the step that is counted.
-    """
-    del model
-    return None
+def decided_matmuls(model: LlamaLike, keep: Keep, ops: Ops) -> int:
+    """How many matmuls of a step are to be kept, as `recollect.explain` tells it."""
+    policy, names = repr(our_policy_by_ops(keep, ops)), set(map(str, ops.matmuls))
+    regions = [region for region in recollect.explain(model).regions if region.policy == policy]
+    return sum(site.what in names for region in regions for site in region.calls[0].kept)
 
 
 # The cases.
@@ -291,7 +290,8 @@ def compute_case(model_spec: Model, setting: Setting) -> Iterator[Case]:
         for label, run in candidates(model, keep, ops, setting.device).items()
         if label in {BY_OPS, SAC}
     }
-    kept = {chosen: kept_values(model, ids, chosen[1], run, ops) for chosen, run in runs.items()}
+    keeps = {keep.name: keep for keep in KEEPS}
+    kept = {chosen: kept_values(model, ids, keeps[chosen[0]], chosen[1], run, ops) for chosen, run in runs.items()}
     measured = measure(model, ids, {_joined(chosen): run for chosen, run in runs.items()}, setting)
     title = (
         f"{model_spec}, bf16, one region per block, kept: {', '.join(map(str, ops.all))}\n"
@@ -374,7 +374,7 @@ def memory_cases(setting: Setting) -> Iterator[Case]:
                     "peak_bytes": peak,
                     "peak/plain": peak / readings[PLAIN][1],
                     "peak/SAC": peak / readings[SAC][1],
-                    **kept_values(model, ids, label, runs[label], ops),
+                    **kept_values(model, ids, keep, label, runs[label], ops),
                     "gradient_difference": differences[label],
                 }
             )

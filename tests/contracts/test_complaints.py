@@ -754,6 +754,26 @@ def test_complaint_22_warm_ups_that_recomputation_does_not_repeat_are_not_taken_
         assert_same(ours, torch.autograd.grad(f(*tensors).sum(), tensors))
 
 
+def test_complaint_22_a_warm_up_with_gradients_is_refused_where_it_could_be_taken_for_an_activation() -> None:
+    is_tuned: list[bool] = []
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        if not is_tuned:
+            torch.ones_like(x) @ w
+            is_tuned.append(True)
+        return ((x @ w).sin() @ w).sin().mul_(2)  # written in place, so that its function runs again under modes
+
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    loss = recollect.checkpoint(f, policy=recollect.policies.save_matmuls)(x, w).sum()
+    with pytest.raises(recollect.MismatchError) as raised:
+        torch.autograd.grad(loss, [x, w])
+    assert str(raised.value) == (
+        "region 'f': until saved tensor 1, forward ran 1 kept operator and recomputation 0.\n"
+        "The function does something only once: it warms up a kernel, or fills a cache of its own.\n"
+        "Do that before the region, or let the policy recompute those operators."
+    )
+
+
 # Slow.
 
 
@@ -1346,3 +1366,22 @@ def test_complaint_44_custom_operators_are_kept(op: Any) -> None:
             backward(loss)
         assert "tanh" in operators.all
         assert "scaled_sin" not in operators.all
+
+
+def test_complaint_45_it_is_told_which_policy_decided_what() -> None:
+    block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Tanh())
+    policy = recollect.policies.first_match(recollect.policies.save_matmuls, recollect.policies.save_modules("1"))
+    region = recollect.checkpoint(block, policy=policy)
+    for _ in range(2):
+        region(torch.randn(3, 4)).sum().backward()
+    (explained,) = recollect.explain(region).regions
+    (call,) = explained.calls
+    assert [(site.what, site.by, site.is_kept, site.matched) for site in call.sites] == [
+        ("module '1'", "save_modules('1')", True, 2),
+        ("aten.addmm.default", "save_matmuls", True, 2),
+        ("aten.addmm.default", "save_matmuls", True, 2),
+        ("aten.tanh.default", "no rule", False, 2),
+    ]
+    text = str(recollect.explain(region))
+    assert "kept by save_matmuls" in text
+    assert "recomputed, no rule" in text

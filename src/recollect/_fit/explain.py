@@ -47,8 +47,8 @@ class ExplainedSite:
     """Of the same."""
     bytes: int
     """Of all that it gives at one call."""
-    matched: int | None
-    """How often the decision was carried out; None where nobody counts, since all operators are recomputed."""
+    matched: int
+    """How often the decision was carried out."""
     is_block: bool
 
     @property
@@ -78,10 +78,8 @@ class ExplainedCall:
 
     @property
     def calls(self) -> int | None:
-        """How often it was called; None where nobody counts, since no single operator is kept."""
-        return max(
-            (site.matched for site in self.sites if site.matched is not None and not site.is_block), default=None
-        )
+        """How often it was called; None if all that it runs is in blocks that are kept whole."""
+        return max((site.matched for site in self.sites if not site.is_block), default=None)
 
     @property
     def kept(self) -> list[ExplainedSite]:
@@ -270,7 +268,7 @@ def _explain_ledger(kind: Any, ledger: Ledger) -> ExplainedCall:
     )
 
 
-def _explain_line(line: Line, matched: int | None, *, is_block: bool) -> ExplainedSite:
+def _explain_line(line: Line, matched: int, *, is_block: bool) -> ExplainedSite:
     sites = [site for site in line.sites if site.dtype]  # the others are no tensors
     return ExplainedSite(
         what=line.what,

@@ -111,9 +111,9 @@ class Tally:
         """
         if self.is_late or index >= len(self.marks) or self.marks[index] == served:
             return
+        ran = count_noun(self.marks[index], "kept operator")
         message = (
-            f"region '{region}': until saved tensor {index}, forward ran {count_noun(self.marks[index], 'operator')} "
-            f"that are kept, and recomputation {served}.\n"
+            f"region '{region}': until saved tensor {index}, forward ran {ran} and recomputation {served}.\n"
             "The function does something only once: it warms up a kernel, or fills a cache of its own.\n"
             "Do that before the region, or let the policy recompute those operators."
         )
