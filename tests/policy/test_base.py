@@ -44,7 +44,6 @@ def test_a_function_decides_and_is_named() -> None:
     assert policy(MM) is Decision.SAVE
     assert policy.labels == ()
     assert policy.answers_all
-    assert policy.sees_ops
     assert policy.functions == ()
 
 
@@ -81,11 +80,6 @@ def test_a_decision_stands_for_every_site(decision: Decision) -> None:
     assert policy.judge(SIN) == Verdict(decision, by=f"Decision.{decision.name}")
     assert policy == as_policy(decision)
     assert policy.answers_all
-
-
-def test_recomputing_everything_needs_no_look_at_operators() -> None:
-    assert not as_policy(Decision.RECOMPUTE).sees_ops
-    assert as_policy(Decision.SAVE).sees_ops
 
 
 @pytest.mark.parametrize(
@@ -145,5 +139,5 @@ def test_a_policy_of_ones_own_needs_only_to_judge() -> None:
     assert policy.keeps_module("a", None) is None
     assert policy.keeps_name("a") is None
     assert policy.within("block") is policy
-    assert (policy.sees_ops, policy.keeps_defaults, policy.answers_all, policy.functions) == (True, True, False, ())
+    assert (policy.sees_names, policy.keeps_defaults, policy.answers_all, policy.functions) == (False, True, False, ())
     policy.check_modules({})

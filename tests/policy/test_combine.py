@@ -113,7 +113,6 @@ def test_modules_and_names_wait_for_the_region() -> None:
     assert within.keeps_name("q") == "save_names('q')"
     with pytest.raises(ValueError, match="matches no module"):
         within.check_modules({})
-    assert (policy.sees_ops, within.sees_ops) == (True, False)
 
 
 @pytest.mark.parametrize("wrap", [policies.otherwise, policies.strictly, policies.first_match])
@@ -135,7 +134,6 @@ PLACES: Policy = policies.first_match(policies.save_modules("x"), policies.save_
 @pytest.mark.parametrize("policy", [PLACES, policies.strictly(PLACES), policies.otherwise(PLACES)], ids=repr)
 def test_a_combination_tells_what_its_parts_tell(policy: Policy) -> None:
     assert policy.labels == ("save_modules('x')", "save_names('q')")
-    assert not policy.sees_ops
     assert policy.keeps_module("x", None) == "save_modules('x')"
     assert policy.keeps_module("y", None) is None
     assert policy.keeps_name("q") == "save_names('q')"
@@ -143,11 +141,6 @@ def test_a_combination_tells_what_its_parts_tell(policy: Policy) -> None:
     policy.check_modules({"x": None})
     with pytest.raises(ValueError, match="pattern 'x' matches no module"):
         policy.check_modules({"y": None})
-
-
-def test_looking_at_operators_is_needed_if_one_part_needs_it() -> None:
-    assert policies.first_match(policies.save_names("q"), policies.save_matmuls).sees_ops
-    assert not policies.first_match(policies.save_names("q"), policies.otherwise(Decision.RECOMPUTE)).sees_ops
 
 
 def test_labels_and_functions_of_all_parts_are_joined_once() -> None:
@@ -194,3 +187,8 @@ def test_regions_are_given_by_pattern() -> None:
     assert str(caught.value) == (
         "per_region expects a mapping from patterns over region names to policies, not list [save_all]"
     )
+
+
+def test_a_combination_goes_by_names_if_one_of_its_parts_does() -> None:
+    assert policies.first_match(policies.save_matmuls, policies.save_names("q")).sees_names
+    assert not policies.first_match(policies.save_matmuls, policies.save_modules("q")).sees_names

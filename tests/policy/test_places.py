@@ -35,7 +35,6 @@ def test_save_names_keeps_names() -> None:
     assert policy.labels == (text,)
     assert [policy.keeps_name(name) for name in ("attn", "expert_1", "attention", "q")] == [text, text, None, None]
     assert policy == policies.save_names("attn", "expert_*", "attn")
-    assert not policy.sees_ops
     assert not policy.answers_all
 
 
@@ -59,7 +58,6 @@ def test_save_modules_keeps_modules_by_path_and_class() -> None:
         "head",
     ]
     assert policy.keeps_module("head", MODULES["head"]) == text
-    assert not policy.sees_ops
     policy.check_modules(MODULES)
 
 

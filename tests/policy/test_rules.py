@@ -86,7 +86,6 @@ class TestEveryRule:
 
     def test_is_asked_about_operators(self, rule: Policy, text: str, saved: list[Site], left: list[Site]) -> None:
         del text, saved, left
-        assert rule.sees_ops
         assert rule.keeps_defaults
         assert rule.within("anywhere") is rule
         assert rule.answers_all is (rule is policies.save_all)
@@ -101,7 +100,6 @@ def test_save_nothing_says_nothing_and_needs_nothing() -> None:
     assert policies.save_nothing.judge(MM) is None
     assert policies.save_nothing(MM) is Decision.RECOMPUTE
     assert policies.save_nothing.labels == ()
-    assert not policies.save_nothing.sees_ops
     assert repr(policies.save_nothing) == "save_nothing"
 
 

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 import recollect
 from recollect import Decision, policies
 from recollect._policy.base import Policy, as_policy
-from recollect._selective import matches, region
+from recollect._selective import matches
+from recollect._selective import notes as notes_module
 from recollect._selective.matches import count_matches, warn_unmatched
 
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have used equal policies."""
-    monkeypatch.setattr(region, "_noted", WeakKeyDictionary())
+    monkeypatch.setattr(notes_module, "_noted", WeakKeyDictionary())
     monkeypatch.setattr(matches, "_decided", {})
 
 
@@ -212,7 +213,7 @@ def test_each_call_is_counted_once() -> None:
     checkpointed = recollect.checkpoint(module, policy=policies.save_matmuls)
     for _ in range(5):
         checkpointed(square()).sum().backward()
-    (notes,) = region.notes_of(module)
+    (notes,) = notes_module.notes_of(module)
     (ledger,) = notes.ledgers.values()
     assert ledger.plan is not None
     assert {count_matches(ledger, line) for line in ledger.lines} == {5}
@@ -230,7 +231,7 @@ def test_each_call_is_counted_once_after_a_plan_was_broken() -> None:
     for sine in (True, True, False, True, True):
         sines[0] = sine
         checkpointed(square())
-    (notes,) = region.notes_of(module)
+    (notes,) = notes_module.notes_of(module)
     (ledger,) = notes.ledgers.values()
     assert ledger.breaks == 1
     assert count_matches(ledger, ledger.lines[0]) == 4  # the one that left the plan kept nothing

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from recollect._core.decisions import Decision
 from recollect._core.scope import override
 from recollect._core.units import count_noun
 from recollect._policy.base import PolicyLike, as_policy
@@ -25,7 +24,7 @@ T = TypeVar("T")
 def checkpoint(
     fn: Callable[P, T],
     *,
-    policy: PolicyLike | Decision | None = ...,
+    policy: PolicyLike | None = ...,
     name: str | None = ...,
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
@@ -37,7 +36,7 @@ def checkpoint(
 def checkpoint(
     fn: None = None,
     *,
-    policy: PolicyLike | Decision | None = ...,
+    policy: PolicyLike | None = ...,
     name: str | None = ...,
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
@@ -48,7 +47,7 @@ def checkpoint(
 def checkpoint(
     fn: Callable[..., Any] | None = None,
     *misplaced: Any,
-    policy: PolicyLike | Decision | None = None,
+    policy: PolicyLike | None = None,
     name: str | None = None,
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,

@@ -18,10 +18,10 @@ from recollect._core.units import count_noun, format_bytes
 from recollect._recompute.region import Region
 from recollect._selective.ledger import BY_DEFAULT, Ledger, Line
 from recollect._selective.matches import count_matches
-from recollect._selective.notes import Notes
+from recollect._selective.notes import Notes, all_notes, notes_of
 from recollect._selective.operators import operator_of
 from recollect._selective.plan import Plan
-from recollect._selective.region import SelectiveRegion, all_notes, notes_of
+from recollect._selective.region import SelectiveRegion
 
 _WIDTH = 100
 _WIDEST_WHAT = 56

@@ -36,9 +36,9 @@ class Policy(ABC):
         """What happens to the value made at this site; None to leave it to others."""
 
     @property
-    def sees_ops(self) -> bool:
-        """Whether it must be asked about single operators."""
-        return True
+    def sees_names(self) -> bool:
+        """Whether it goes by the names that `recollect.region` and `recollect.name` give."""
+        return False
 
     @property
     def keeps_defaults(self) -> bool:
@@ -130,11 +130,6 @@ class DecisionPolicy(Policy):
     """One decision for every site."""
 
     decision: Decision
-
-    @property
-    def sees_ops(self) -> bool:
-        """Operators are recomputed without being asked about."""
-        return self.decision is not Decision.RECOMPUTE
 
     @property
     def answers_all(self) -> bool:

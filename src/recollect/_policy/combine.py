@@ -22,9 +22,9 @@ class Combination(Policy):
         """The policies it is made of, in the order in which they are asked."""
 
     @property
-    def sees_ops(self) -> bool:
-        """If one part does."""
-        return any(part.sees_ops for part in self.parts())
+    def sees_names(self) -> bool:
+        """Whether one of them does."""
+        return any(part.sees_names for part in self.parts())
 
     @property
     def keeps_defaults(self) -> bool:

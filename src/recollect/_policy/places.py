@@ -17,11 +17,6 @@ class Place(Policy):
     """A policy over what has a name of its own, so that single operators need not be looked at."""
 
     @property
-    def sees_ops(self) -> bool:
-        """Names and modules are asked about before their operators run."""
-        return False
-
-    @property
     def labels(self) -> tuple[str, ...]:
         """The one rule."""
         return (repr(self),)
@@ -32,6 +27,11 @@ class SaveNames(Place):
     """Saves named blocks and values."""
 
     patterns: tuple[str, ...]
+
+    @property
+    def sees_names(self) -> bool:
+        """Names are all it goes by."""
+        return True
 
     def keeps_name(self, name: str) -> str | None:
         """By the name."""

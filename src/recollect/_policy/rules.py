@@ -33,11 +33,6 @@ class Rule(Policy):
 class SaveNothing(Policy):
     """Has nothing to say of any site."""
 
-    @property
-    def sees_ops(self) -> bool:
-        """There is nothing to ask."""
-        return False
-
     def judge(self, site: Site) -> Verdict | None:
         """Nothing."""
         del site
@@ -235,7 +230,8 @@ def save_ops(*ops: OpLike) -> Policy:
     Args:
         ops: overloads (``torch.ops.aten.mm.default``) or their names (``"aten.mm.default"``, ``"aten::mm.default"``),
             higher-order operators or theirs (``"flex_attention"``), operators made by `torch.library.custom_op`, and
-            subclasses of `torch.autograd.Function`, which are kept as one operator.
+            subclasses of `torch.autograd.Function`, which are kept as one operator where they are called through
+            their class (``MyFunction.apply(x)``, not an ``apply`` taken from it before).
 
     Raises:
         ValueError: none is given, or a name is that of no operator or of several overloads; it says which are near.

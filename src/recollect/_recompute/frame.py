@@ -463,7 +463,7 @@ class Frame:
         assert self.fn is not None
         hook = quietly(pack) if function_mode_depth() else pack
         claim(hook, self)
-        push_hooks(hook, _same)
+        push_hooks(hook, same)
         try:
             context = self.recompute_context
             if context is None and log is None:
@@ -526,7 +526,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _same(tensor: Tensor) -> Tensor:
+def same(tensor: Tensor) -> Tensor:
     """Unpack hook during recomputation: a backward inside the function reads the recomputed tensors as they are."""
     return tensor
 

@@ -18,7 +18,7 @@ from recollect._core.decisions import Decision
 from recollect._core.scope import Watcher, is_last_recomputation, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
-from recollect._recompute.frame import StopRecomputation
+from recollect._recompute.frame import StopRecomputation, same
 from recollect._recompute.modules import ModuleState
 from recollect._recompute.rng import Source
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
@@ -170,12 +170,14 @@ class Forward(_Side):
         by = None if self._is_inside or not isinstance(value, Tensor) else self._ledger.rule_for(name)
         if by is None:
             return
-        self._ledger.has_named_values = True
-        if self.watch is not None:
-            with without_function_modes():
-                line = self.watch.keep_maker(value)
-            if isinstance(line, Line):
-                line.decision, line.by = Decision.SAVE, f"{by}: '{name}'"
+        if self.watch is None:
+            self._ledger.is_stale = self._ledger.is_stale or name not in self._ledger.named
+            return
+        self._ledger.named.add(name)
+        with without_function_modes():
+            line = self.watch.keep_maker(value)
+        if isinstance(line, Line):
+            line.decision, line.by = Decision.SAVE, f"{by}: '{name}'"
 
     def _keep(
         self, key: Block, by: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -368,7 +370,7 @@ class Again(_Side):
         self._is_inside = True
         if watch is not None:
             watch.is_paused = True
-        push_hooks(_same, _same)  # what it saves belongs to nobody: its graph is not used
+        push_hooks(same, same)  # what it saves belongs to nobody: its graph is not used
         try:
             return call(*args, **kwargs)
         finally:
@@ -376,7 +378,3 @@ class Again(_Side):
             self._is_inside = False
             if watch is not None:
                 watch.is_paused = False
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

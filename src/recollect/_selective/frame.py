@@ -10,7 +10,6 @@ decides how it and later calls are recomputed:
 
 from __future__ import annotations
 
-import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +45,7 @@ from recollect._selective.plan import HELD, Bound, Plan
 from recollect._selective.replay import Replay
 from recollect._selective.take import HeldSlot, PlannedSlot, Take
 from recollect._selective.tape import Tape
-from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch, Shelf
+from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch, Shelf, Slipped
 
 _MOST_BREAKS = 3
 
@@ -84,8 +83,9 @@ class SelectiveFrame(Frame):
 
     def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]]:
         notes, ledger = self._notes, self._ledger
-        if ledger.plan is not None and not notes.wanted.taps and not ledger.blocks and self._may_tape():
-            take = self._take = Take(self.name, ledger.plan, notes_choices=notes.policy.keeps_defaults)
+        is_bare = not (notes.wanted.taps or ledger.blocks or notes.policy.sees_names)
+        if ledger.plan is not None and is_bare and self._may_tape():
+            take = self._take = Take(ledger.plan, notes_choices=notes.policy.keeps_defaults)
             take.begin(arguments)
             return take, nullcontext()
         pins = pins_within(top_hooks(True))  # noqa: FBT003
@@ -97,9 +97,9 @@ class SelectiveFrame(Frame):
         recorder: Tape | Take | None = None
         if self._may_tape():
             if ledger.plan is None:
-                recorder = self._tape = Tape(self.name)
+                recorder = self._tape = Tape()
             else:
-                recorder = self._take = Take(self.name, ledger.plan, notes_choices=notes.policy.keeps_defaults)
+                recorder = self._take = Take(ledger.plan, notes_choices=notes.policy.keeps_defaults)
             recorder.begin(arguments)
         is_exact = self.options.matcher.values is not None
         if pins is not None and self._is_pinned:
@@ -108,7 +108,7 @@ class SelectiveFrame(Frame):
                 again = AgainWatch(shelf)
         elif is_new or (ledger.keeps_ops and self._take is None):
             clerk = self._clerk = Clerk(ledger, notes.places(), scopes, self._tape)
-            noting = is_new or ledger.has_named_values
+            noting = is_new or bool(ledger.named)
             watch = ForwardWatch(shelf, clerk.decide, notes_makers=noting, own=notes.buffers(), is_exact=is_exact)
             again = AgainWatch(shelf)
         self._again = Again(shelf, notes.wanted, ledger, watch=again)
@@ -175,19 +175,20 @@ class SelectiveFrame(Frame):
             # Without knowing where the generators stood after each block, a region that draws must run them all again.
             self._again.knows_states = (ledger.draws is not False or not draws) and not ledger.has_backward
         ledger.draws = bool(ledger.draws) or draws
+        is_as_learned = saved == ledger.saved and not ledger.is_stale
+        if self._take is not None:
+            is_as_learned = self._settle_take(self._take) and is_as_learned
         if self._is_pinned:
             pass  # what it keeps was decided elsewhere: there is nothing to learn
-        elif clerk is None and saved != ledger.saved:
-            ledger.forget()
-        elif clerk is None:
+        elif clerk is None and is_as_learned:
             ledger.unwatched += 1
+        elif clerk is None:
+            ledger.forget()
         elif clerk.has_asked or not ledger.is_learned:
             ledger.is_learned, ledger.saved = True, saved
             ledger.keeps_ops = any(line.is_kept for line in ledger.lines)
         if self._tape is not None:
             self._settle_tape(self._tape)
-        elif self._take is not None:
-            self._settle_take(self._take)
         if self._plan is not None:
             self._again = self.recompute_context = None  # all that is kept is bound
         self._clerk = None
@@ -222,7 +223,8 @@ class SelectiveFrame(Frame):
         tape.forget()
         self._tape = None
 
-    def _settle_take(self, take: Take) -> None:
+    def _settle_take(self, take: Take) -> bool:
+        """Whether the plan was followed."""
         ledger = self._ledger
         take.conclude(self.around.moved_states())
         self._take = None
@@ -230,7 +232,7 @@ class SelectiveFrame(Frame):
         if take.why_broken is None:
             self._plan, self._bound = take.plan, bound
             self.metas = take.plan.metas
-            return
+            return True
         self.metas += [None] * (len(self.slots) - len(self.metas))
         if choices and self._again is None:
             self.recompute_context = ChoiceWatch(choices)
@@ -238,10 +240,9 @@ class SelectiveFrame(Frame):
             self._again.watch = ChoiceWatch(choices)
         self._drop_plan()
         ledger.breaks += 1
-        ledger.unwatched -= 1
-        ledger.forget()
         ledger.may_tape = ledger.breaks < _MOST_BREAKS  # a region that is never the same is not worth learning again
         ledger.why_not_taped = take.why_broken
+        return False
 
     def _drop_plan(self) -> None:
         self._plan = self._bound = None
@@ -283,16 +284,27 @@ class SelectiveFrame(Frame):
 
     # Backward.
     def _run(self, *, last: int, stops_early: bool, is_last: bool = False) -> None:
-        """Run the function again; if it fails where blocks were cut out of its graph, once more with all of them."""
+        """Run the function again; where what was kept does not fit, once more without it.
+
+        Kept operators do not fit if the function did something only once, such as filling a cache; kept blocks, if it
+        runs a backward pass itself, through a graph that they were cut out of.
+        """
         warn_unmatched(self._notes.given)
+        again = self._again
         try:
             super()._run(last=last, stops_early=stops_early, is_last=is_last)
+        except Slipped:
+            assert again is not None
+            again.watch = None
+        except CheckpointError:
+            raise
         except RuntimeError:
-            again = self._again
-            if again is None or not again.has_served or isinstance(sys.exc_info()[1], CheckpointError):
+            if again is None or not again.has_served:
                 raise
             again.knows_states, self._ledger.has_backward = False, True
-            super()._run(last=last, stops_early=stops_early, is_last=is_last)
+        else:
+            return
+        super()._run(last=last, stops_early=stops_early, is_last=is_last)
 
     def _call(
         self,
@@ -322,18 +334,7 @@ class SelectiveFrame(Frame):
             pass_id = current_pass()
             if self.filled_by != pass_id:
                 return self._fetch_otherwise(plan, slot, pass_id)
-            value = slot.value
-            if value is not None:
-                return value
-            if slot.kept is not None:
-                return self._fetch_again(plan, slot, pass_id)
-            assert self._replay is not None
-            value = self._take_from(self._replay, slot)
-            if self.keeps_graph:
-                slot.kept, slot.value = Handed(value, pass_id), None
-            else:
-                slot.value, slot.version = value, value._version  # noqa: SLF001
-            return value
+            return self._fetch_now(plan, slot, pass_id)
 
     def _fetch_otherwise(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
         """The first request of a pass; or one in a group of passes, or from outside of any."""
@@ -343,10 +344,15 @@ class SelectiveFrame(Frame):
         key = pass_id if group is None else group
         if self.filled_by != key:
             self._begin_pass(plan, key, group)
+        return self._fetch_now(plan, slot, pass_id)
+
+    def _fetch_now(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
+        """A request of the pass that the replay belongs to."""
+        value = slot.value
+        if value is not None:
+            return value
         if slot.kept is not None:
             return self._fetch_again(plan, slot, pass_id)
-        if slot.value is not None:
-            return slot.value
         assert self._replay is not None
         value = self._take_from(self._replay, slot)
         if self.keeps_graph:

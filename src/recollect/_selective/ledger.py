@@ -79,7 +79,9 @@ class Ledger:
         blocks: one for each block that was kept whole.
         unneeded: calls of blocks that recomputation stops before: their results are not held.
         draws: whether the region draws random numbers; None while unknown.
-        has_named_values: whether a value was kept by its name.
+        names: all names that were given, and the rule by which each is kept.
+        named: the names by which values were kept.
+        is_stale: whether a value was given a name that nobody had given when the region was learned.
         has_backward: whether the function runs a backward pass itself: then blocks cannot be cut out of its graph.
         is_learned: whether a whole forward was seen.
         keeps_ops: whether single operators are kept.
@@ -97,7 +99,8 @@ class Ledger:
     blocks: dict[Any, Line] = field(default_factory=dict)
     unneeded: set[Any] = field(default_factory=set)
     draws: bool | None = None
-    has_named_values: bool = False
+    named: set[str] = field(default_factory=set)
+    is_stale: bool = False
     has_backward: bool = False
     is_learned: bool = False
     keeps_ops: bool = False
@@ -107,20 +110,20 @@ class Ledger:
     why_not_taped: str | None = None
     unwatched: int = 0
     breaks: int = 0
-    _rules: dict[str, str | None] = field(default_factory=dict)
+    names: dict[str, str | None] = field(default_factory=dict)
 
     def forget(self) -> None:
         """The region went another way than learned: learn it anew at its next call."""
         for line in self.lines:
             line.matched += self.unwatched
         self.unwatched = 0
-        self.is_learned, self.plan = False, None
+        self.is_learned, self.is_stale, self.plan = False, False, None
 
     def rule_for(self, name: str) -> str | None:
         """The rule by which something of this name is kept."""
-        if name not in self._rules:
-            self._rules[name] = self.policy.keeps_name(name)
-        return self._rules[name]
+        if name not in self.names:
+            self.names[name] = self.policy.keeps_name(name)
+        return self.names[name]
 
     def judge(self, site: Site) -> Verdict:
         """Ask the policy about a site.
@@ -194,6 +197,8 @@ class Clerk:
             kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
             if any(one.operator.hides_writes for one in beneath):
                 tape.broken("it updates running statistics")
+            if any(one.operator.is_collective for one in beneath):
+                tape.broken("it talks to other processes, which must not be alone in going another way")
             if draws and any(one.operator.is_random for one in beneath):
                 drawing.add(index)
             if all(one.operator.is_view and not one.operator.writes for one in beneath):

@@ -14,6 +14,7 @@ from recollect._policy.patterns import quote_all
 from recollect._policy.places import SaveModules, SaveNames
 from recollect._policy.rules import SaveLargerThan
 from recollect._selective.ledger import Ledger, Line
+from recollect._selective.notes import all_notes
 from recollect._selective.operators import operator_of
 
 _SHOWN = 8
@@ -44,9 +45,6 @@ def warn_unmatched(policy: Policy) -> None:
 
 def _describe_unmatched(policy: Policy) -> list[str]:
     """What to say of each rule that matched nothing."""
-    # Not above: regions make frames, which call this module.
-    from recollect._selective.region import all_notes
-
     notes = [one for one in all_notes() if one.given == policy]
     ledgers = [ledger for one in notes for ledger in list(one.ledgers.values())]
     matched = {rule for ledger in ledgers for rule in _matched_in(ledger)}
@@ -69,14 +67,9 @@ def _matched_in(ledger: Ledger) -> Iterator[str]:
     for line in (*ledger.lines, *ledger.blocks.values()):
         yield line.by
     # A named value may have no line of its own: a kept block made it, or another rule keeps it.
-    for by in list(_names_in(ledger).values()):
+    for by in list(ledger.names.values()):
         if by is not None:
             yield by
-
-
-def _names_in(ledger: Ledger) -> dict[str, str | None]:
-    """The names that were given there, and the rule by which each is kept."""
-    return ledger._rules  # noqa: SLF001
 
 
 def _rules_of(policy: Policy) -> Iterator[Policy]:
@@ -96,7 +89,7 @@ def _is_outrun(rule: Policy, ledgers: Iterable[Ledger]) -> bool:
 def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
     """What the rule could have matched."""
     if isinstance(rule, SaveNames):
-        names = dict.fromkeys(name for ledger in ledgers for name in list(_names_in(ledger)))
+        names = dict.fromkeys(name for ledger in ledgers for name in list(ledger.names))
         if not names:
             return "No name was given there: recollect.region and recollect.name give them"
         return f"Names given there: {_list_some([repr(name) for name in names])}"

@@ -1,11 +1,16 @@
-"""What is known of one function under one policy, from call to call."""
+"""What is known of functions under policies, from call to call.
+
+The table is the process's, like torch's own caches: models wrap their blocks anew at each call, so that a region object
+cannot hold what was learned. It holds the functions weakly; what it holds of a module goes with the module.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -80,3 +85,51 @@ class Notes:
                 self.ledgers.clear()
             found = self.ledgers[kind] = Ledger(region=self.region, policy=self.policy)
         return found
+
+
+_MOST_NOTES = 4096
+_noted: WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Notes]] = WeakKeyDictionary()
+
+
+def _subject(fn: Callable[..., Any]) -> Any:
+    """What notes are kept under: the module, or the code of a function, which outlives a closure made at each call."""
+    if isinstance(fn, nn.Module):
+        return fn
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return owner
+    code = getattr(fn, "__code__", None)
+    return code if isinstance(code, CodeType) else type(fn)
+
+
+def find_notes(name: str, fn: Callable[..., Any], policy: Policy, roots: list[nn.Module]) -> Notes:
+    """What is known of a function under a policy; new notes where nothing is."""
+    table = _noted.setdefault(_subject(fn), {})
+    # By identity first: a policy of many parts takes some microseconds to hash. By the modules too: closures made at
+    # each call share their code, not what they close over.
+    owners = tuple(map(id, roots))
+    notes = table.get((name, id(policy), owners))
+    if notes is None or notes.given is not policy:
+        notes = table.get((name, policy, owners))
+    if notes is None or not notes.is_about(roots):
+        if len(table) >= _MOST_NOTES:
+            table.clear()
+        notes = Notes(name, policy, roots)
+        table[name, policy, owners] = table[name, id(policy), owners] = notes
+    return notes
+
+
+def notes_of(fn: Callable[..., Any]) -> list[Notes]:
+    """All that is known of a function, under any policy."""
+    found = _noted.get(_subject(fn), {})
+    return list(dict.fromkeys(found.values()))
+
+
+def all_notes() -> list[Notes]:
+    """All that is known of all functions that are alive, under any policy."""
+    found: dict[Notes, None] = {}
+    for weak in _noted.keyrefs():  # a copy, made at once: other threads may be adding to the table
+        subject = weak()
+        if subject is not None:
+            found.update(dict.fromkeys(list(_noted.get(subject, {}).values())))
+    return list(found)

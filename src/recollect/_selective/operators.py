@@ -28,10 +28,11 @@ _QUERIES = frozenset(
         *("is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense"),
     }
 )
-_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-_ROUTING = frozenset(
+UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+ROUTING = frozenset(
     {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "kthvalue", "msort", "_unique2", "unique_dim"}
 )
+"""Operators whose results choose, without their overloads."""
 _HIDDEN_WRITERS = ("batch_norm", "instance_norm", "fake_quant")
 _COLLECTIVE_SPACES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
@@ -92,11 +93,11 @@ def operator_of(func: Any) -> Operator:
         is_ignored=name in _IGNORED
         or space == "profiler"
         or (space in ("aten", "prim") and (short.startswith("sym_") or short in _QUERIES)),
-        is_unfilled=space == "aten" and short in _UNFILLED,
+        is_unfilled=space == "aten" and short in UNFILLED,
         is_view=gives_alias(func),
         writes=written_arguments(func),
         is_random=is_random(func),
-        is_routing=short in _ROUTING,
+        is_routing=short in ROUTING,
         is_collective=space in _COLLECTIVE_SPACES,
         flops=flop_registry.get(getattr(func, "overloadpacket", func)),
         hides_writes=hides_writes,

@@ -8,8 +8,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 NOWHERE = -1
 """The number of a result that replay never needs."""
+
+
+_FIXED = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, slice, range, type(Ellipsis)),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    }
+)
+
+
+class Unfixed(Exception):  # noqa: N818 (never leaves the recorders)
+    """An argument may be changed by its owner after the call, so that it cannot be made again."""
+
+
+def fixed(value: Any) -> Any:
+    """An argument that is no tensor, so that nobody can change it: lists are copied.
+
+    Raises:
+        Unfixed: it is of a kind that may change.
+    """
+    kind = type(value)
+    if kind in _FIXED:
+        return value
+    if kind is tuple:
+        return value if all(type(item) in _FIXED for item in value) else tuple(map(fixed, value))
+    if kind is list:
+        return list(map(fixed, value))
+    raise Unfixed
 
 
 class Link(int):
@@ -18,7 +48,7 @@ class Link(int):
     __slots__ = ()
 
 
-class Sequence:
+class Listed:
     """Stands in an argument list for a list or tuple with tensors in it."""
 
     __slots__ = ("items", "kind")
@@ -51,6 +81,7 @@ class Call:
         is_general: whether tensors are in lists or keywords.
         draws: whether it draws random numbers.
         needs_grad: for a call with saved tensors of its own inside: which of its tensors must require grad.
+        is_identity: whether a result is one of its own arguments.
         is_base: whether the one tensor it gives has views with numbers of their own.
         is_simple: whether it takes tensors on their own, gives one, and there is nothing more to it.
         number: of that one.
@@ -64,6 +95,7 @@ class Call:
             "is_base",
             "is_checked",
             "is_general",
+            "is_identity",
             "is_recorded",
             "is_simple",
             "is_single",
@@ -86,7 +118,7 @@ class Call:
         self.size = 0
         self.is_recorded = self.is_checked = self.is_general = False
         self.needs_grad: tuple[bool, ...] | None = None
-        self.is_base = self.is_simple = False
+        self.is_base = self.is_simple = self.is_identity = False
         self.number = NOWHERE
 
     def settle(self) -> None:
@@ -97,6 +129,7 @@ class Call:
             and not (self.draws or self.is_general or self.kept)
             and self.needs_grad is None
             and self.is_recorded
+            and not self.is_identity
         )
         self.number = self.outs[0] if self.is_single else NOWHERE
 
@@ -136,7 +169,7 @@ Source = int | View | Inner | Held
 
 
 class Plan:
-    """All of it.
+    """How to make a region's saved tensors again.
 
     Attributes:
         calls: in the order in which the region makes them.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from recollect._core.errors import TransformError
 from recollect._core.torch_private.functorch import transforms_active
@@ -16,37 +14,7 @@ from recollect._recompute.frame import Frame, Options
 from recollect._recompute.region import Region
 from recollect._recompute.search import find_modules
 from recollect._selective.frame import SelectiveFrame
-from recollect._selective.notes import Notes
-
-_MOST_NOTES = 4096
-_noted: WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Notes]] = WeakKeyDictionary()
-
-
-def _subject(fn: Callable[..., Any]) -> Any:
-    """What notes are kept under: the module, or the code of a function, which outlives a closure made at each call."""
-    if isinstance(fn, nn.Module):
-        return fn
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return owner
-    code = getattr(fn, "__code__", None)
-    return code if isinstance(code, CodeType) else type(fn)
-
-
-def notes_of(fn: Callable[..., Any]) -> list[Notes]:
-    """All that is known of a function, under any policy."""
-    found = _noted.get(_subject(fn), {})
-    return list(dict.fromkeys(found.values()))
-
-
-def all_notes() -> list[Notes]:
-    """All that is known of all functions that are alive, under any policy."""
-    found: dict[Notes, None] = {}
-    for weak in _noted.keyrefs():  # a copy, made at once: other threads may be adding to the table
-        subject = weak()
-        if subject is not None:
-            found.update(dict.fromkeys(list(_noted.get(subject, {}).values())))
-    return list(found)
+from recollect._selective.notes import Notes, find_notes
 
 
 class SelectiveRegion(Region):
@@ -85,18 +53,7 @@ class SelectiveRegion(Region):
         notes = self._notes
         if notes is not None and notes.is_about(roots):
             return notes
-        table = _noted.setdefault(_subject(self.fn), {})
-        # By identity first: a policy of many parts takes some microseconds to hash. By the modules too: closures made
-        # at each call share their code, not what they close over.
-        owners = tuple(map(id, roots))
-        notes = table.get((self.name, id(self.policy), owners))
-        if notes is None or notes.given is not self.policy:
-            notes = table.get((self.name, self.policy, owners))
-        if notes is None or not notes.is_about(roots):
-            if len(table) >= _MOST_NOTES:
-                table.clear()
-            notes = Notes(self.name, self.policy, roots)
-            table[self.name, self.policy, owners] = table[self.name, id(self.policy), owners] = notes
+        notes = find_notes(self.name, self.fn, self.policy, roots)
         self._notes = notes
         return notes
 

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, set_grad_enabled
+from recollect._recompute.frame import same
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.rng import put_back
-from recollect._selective.plan import NOWHERE, Bound, Call, Inner, Link, Plan, Sequence, View
+from recollect._selective.plan import NOWHERE, Bound, Call, Inner, Link, Listed, Plan, View
+
+_DEEPEST = 32  # calls that wait for each other before they are made in order
 
 
 class Replay:
@@ -27,7 +30,7 @@ class Replay:
         fill: called with the index and value of each inner saved tensor that a call makes.
     """
 
-    __slots__ = ("_bound", "_fill", "_inputs", "_is_last", "_plan", "_region", "_uses", "_values", "_views")
+    __slots__ = ("_bound", "_depth", "_fill", "_inputs", "_is_last", "_plan", "_region", "_uses", "_values", "_views")
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Replay:
         self._region, self._plan, self._bound, self._uses = region, plan, bound, uses
         self._is_last, self._fill, self._views = is_last, fill, plan.views
         self._values: dict[int, Tensor] = {}
+        self._depth = 0
         self._inputs = {number: leaves[index] for number, index in plan.inputs.items() if uses[number]}
 
     def take(self, index: int) -> Tensor | None:
@@ -86,13 +90,36 @@ class Replay:
             return value
         index = self._plan.makers[number]
         call = self._plan.calls[index]
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            self._make_before(index)
         if call.is_simple and bound.arguments[index] is None:  # the usual case, written out
             result: Tensor = call.func(*[self._value(link) for link in call.links])
             if left > 0:
                 values[number] = result
-            return result
-        self._call(index)
-        return values[number] if left > 0 else values.pop(number)
+        else:
+            self._call(index, number)
+            result = values[number] if left > 0 else values.pop(number)
+        self._depth -= 1
+        return result
+
+    def _make_before(self, index: int) -> None:
+        """Make what a call needs, one after the other: a long chain would go too deep."""
+        plan, needed, waiting = self._plan, set[int](), [index]
+        while waiting:
+            for link in plan.calls[waiting.pop()].links:
+                view = plan.views[link]
+                number = link if view is None else view.number
+                maker = plan.makers[number]
+                if maker >= 0 and maker not in needed and not self._has(number):
+                    needed.add(maker)
+                    waiting.append(maker)
+        for earlier in sorted(needed):
+            if not all(number < 0 or self._has(number) for number in plan.calls[earlier].outs):
+                self._call(earlier)
+
+    def _has(self, number: int) -> bool:
+        return number in self._values or self._bound.held[number] is not None or number in self._inputs
 
     def _refuse(self, value: Tensor) -> None:
         message = (
@@ -102,8 +129,8 @@ class Replay:
         )
         raise ChangedInputError(message)
 
-    def _call(self, index: int) -> None:
-        """Make one call again."""
+    def _call(self, index: int, wanted: int = NOWHERE) -> None:
+        """Make one call again, and store those of its results that somebody will ask for, or that is wanted now."""
         call = self._plan.calls[index]
         args, kwargs = self._arguments(index, call)
         states = self._bound.states.get(index)
@@ -120,12 +147,12 @@ class Replay:
                 put_back(now)
         if call.is_single:
             number = call.outs[0]
-            if number >= 0 and self._uses[number] >= 0:
+            if number == wanted or (number >= 0 and self._uses[number] > 0):
                 self._values[number] = result.detach() if result.requires_grad else result
             return
         made = [part for part in result if isinstance(part, Tensor)]
         for number, part in zip(call.outs, made, strict=True):
-            if number != NOWHERE and self._uses[number] >= 0:
+            if number != NOWHERE and (number == wanted or self._uses[number] > 0):
                 self._values[number] = part.detach() if part.requires_grad else part
 
     def _arguments(self, index: int, call: Call) -> tuple[list[Any], dict[str, Any]]:
@@ -146,7 +173,7 @@ class Replay:
     def _argument(self, value: Any) -> Any:
         if type(value) is Link:
             return self._value(value)
-        if type(value) is Sequence:
+        if type(value) is Listed:
             return value.make([self._argument(item) for item in value.items])
         return value
 
@@ -171,7 +198,7 @@ class Replay:
                 self._fill(place, tensor)
             return tensor
 
-        push_hooks(collect, _same)
+        push_hooks(collect, same)
         set_grad_enabled(True)
         try:
             return call.func(*args, **kwargs)
@@ -188,9 +215,5 @@ def _tracked(value: Any, flags: Iterator[bool], made: dict[int, Tensor]) -> Any:
             made[id(value)] = value.detach().requires_grad_() if needs_grad else value
         return made[id(value)]
     if isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
-        return Sequence(type(value), []).make([_tracked(item, flags, made) for item in value])
+        return Listed(type(value), []).make([_tracked(item, flags, made) for item in value])
     return value
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

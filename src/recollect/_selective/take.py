@@ -20,9 +20,9 @@ from recollect._core.torch_private.ambient import FunctionMode, any_autocast_ena
 from recollect._recompute.frame import read_meta
 from recollect._recompute.slots import Slot
 from recollect._selective.kept import States, read_states, sources_of
-from recollect._selective.operators import tensors_in
-from recollect._selective.plan import HELD, Bound, Call, Inner, Link, Plan, Sequence, View
-from recollect._selective.tape import BACKWARD, PLAIN_TENSORS, hold, results_of
+from recollect._selective.operators import ROUTING, tensors_in
+from recollect._selective.plan import HELD, Bound, Call, Inner, Link, Listed, Plan, Unfixed, View, fixed
+from recollect._selective.tape import PLAIN_TENSORS, hold, results_of
 
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
@@ -52,20 +52,17 @@ class HeldSlot(PlannedSlot):
     held: Tensor
 
 
-CHOOSING = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "kthvalue", "msort")
-)
+CHOOSING = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ROUTING if hasattr(owner, name))
+_HARMLESS = frozenset({"retain_grad", "_assert_async"})
 _END = Call(None, None, is_single=True, draws=False)
 
 
 class Take(FunctionMode):
     """One forward under a plan."""
 
-    def __init__(self, region: str, plan: Plan, *, notes_choices: bool) -> None:
+    def __init__(self, plan: Plan, *, notes_choices: bool) -> None:
         super().__init__()
-        self.region, self.plan, self._notes_choices = region, plan, notes_choices
+        self.plan, self._notes_choices = plan, notes_choices
         self.choices: list[list[Tensor]] = []
         self.bound = Bound(len(plan.makers), len(plan.calls))
         self.why_broken: str | None = None
@@ -147,6 +144,8 @@ class Take(FunctionMode):
                 self.why_broken = _OTHER_CALLS
                 return result
         elif type(result) is Size or not self._is_as_planned(call, func, result):
+            if result is None and getattr(func, "__name__", "") not in _HARMLESS and tensors_in(args, kwargs):
+                self.why_broken = _OTHER_CALLS  # it may have written into a tensor
             return result
         self._next = index + 1
         refs, bound = self._refs, self.bound
@@ -165,6 +164,8 @@ class Take(FunctionMode):
                     bound.arguments[index] = self._rest(call, args, kwargs)
                 if call.needs_grad is not None:
                     self._check_grad(call, [args[place] for place, _ in call.tensors])
+        if call.is_identity:
+            self._check_identity(index, call, result)
         if call.views is not None:
             self._bind_views(call, result)
         elif call.is_single:
@@ -188,8 +189,6 @@ class Take(FunctionMode):
         """Whether a call that did not give one tensor follows the plan; those that give none are in no plan."""
         results = results_of(result)
         if results is None:
-            if func in BACKWARD or getattr(func, "__name__", "") == "__set__":
-                self.why_broken = _OTHER_CALLS
             return False
         if (
             call.is_single
@@ -202,11 +201,12 @@ class Take(FunctionMode):
 
     def _rest(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """The arguments that are no tensors."""
-        others = [args[place] for place in call.others]
-        for value in (*others, *kwargs.values()) if kwargs else others:
-            if isinstance(value, Tensor) or (isinstance(value, (list, tuple, dict)) and tensors_in(value)):
-                self.why_broken = _OTHER_WAYS
-        return others, kwargs or {}
+        try:
+            others = [fixed(args[place]) for place in call.others]
+            return others, {name: fixed(value) for name, value in kwargs.items()} if kwargs else {}
+        except Unfixed:  # a tensor where there was none, or something that may change
+            self.why_broken = _OTHER_WAYS
+            return None
 
     def _check_grad(self, call: Call, tensors: list[Tensor]) -> None:
         if call.needs_grad != tuple(tensor.requires_grad for tensor in tensors):
@@ -219,10 +219,14 @@ class Take(FunctionMode):
             return
         met: list[Tensor] = []
         numbers = iter(call.links)
-        self.bound.arguments[index] = (
-            [_template(value, numbers, met) for value in args],
-            {name: _template(value, numbers, met) for name, value in (kwargs or {}).items()},
-        )
+        try:
+            self.bound.arguments[index] = (
+                [_template(value, numbers, met) for value in args],
+                {name: _template(value, numbers, met) for name, value in (kwargs or {}).items()},
+            )
+        except Unfixed:
+            self.why_broken = _OTHER_WAYS
+            return
         if len(met) != len(call.links):
             self.why_broken = _OTHER_WAYS
             return
@@ -245,6 +249,13 @@ class Take(FunctionMode):
         self.bound.versions[number] = tensor._version  # noqa: SLF001
         if number in self.plan.bases:
             self._starts[number] = tensor.data_ptr()
+
+    def _check_identity(self, index: int, call: Call, result: Any) -> None:
+        """A result that was one of the arguments (of `contiguous`, `to`, a dropout of nothing) must be so again."""
+        for number, tensor in zip(call.outs, results_of(result) or (), strict=True):
+            known = self._refs[number] if number >= 0 else None
+            if number >= 0 and self.plan.makers[number] != index and (known is None or known() is not tensor):
+                self.why_broken = _OTHER_WAYS
 
     def _bind_views(self, call: Call, result: Any) -> None:
         """Results that are views must be the same views of the same tensors."""
@@ -285,7 +296,7 @@ class Take(FunctionMode):
 
         A closure, written out: it runs per saved tensor.
         """
-        add_slot, refs, pending = frame.slots.append, self._refs, self._pending
+        add_slot, refs, pending, versions = frame.slots.append, self._refs, self._pending, self.bound.versions
         sources, count, index = self.plan.sources, len(self.plan.sources), -1
 
         def pack(tensor: Tensor) -> Slot:
@@ -306,10 +317,12 @@ class Take(FunctionMode):
                     known = refs[source]
                     if known is None:
                         pending.append((tensor, source))
-                    elif known() is not tensor:
+                    elif known() is not tensor or tensor._version != versions[source]:  # noqa: SLF001
                         self.why_broken = _OTHER_WAYS
                 elif type(source) is View:
                     pending.append((tensor, source))
+                    if refs[source.number] is not None and tensor._version != versions[source.number]:  # noqa: SLF001
+                        self.why_broken = _OTHER_WAYS
                 elif type(source) is Inner and source.call != self._next:
                     self.why_broken = _OTHER_CALLS
             slot.frame, slot.kept, slot.index = frame, None, index
@@ -390,8 +403,8 @@ def _template(value: Any, numbers: Iterator[int], met: list[Tensor]) -> Any:
         met.append(value)
         return Link(next(numbers, -1))
     if isinstance(value, (list, tuple)) and tensors_in(value):
-        return Sequence(type(value), [_template(item, numbers, met) for item in value])
-    return value
+        return Listed(type(value), [_template(item, numbers, met) for item in value])
+    return fixed(value)
 
 
 def _agree(one: States, other: States) -> bool:

@@ -5,8 +5,9 @@ sees every operator beneath, at four times the cost). It holds all tensors until
 first call of its kind only; `take.py` follows the plan afterwards.
 
 What the tape cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
-place, tensors that are no plain ones, memory left unfilled for others to write, generators of the user's own, running
-statistics, a backward inside. What is left is replayed once and compared, to the bit, before it is believed.
+place, attributes set, tensors that are no plain ones, memory left unfilled for others to write, arguments that may
+change, generators of the user's own, running statistics, autocast switched, collectives, a backward inside, calls of
+which only a part is kept. What is left is replayed once and compared, to the bit, before it is believed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
 from recollect._recompute.frame import read_meta
 from recollect._selective.kept import States, read_states, sources_of
-from recollect._selective.operators import tensors_in
-from recollect._selective.plan import HELD, NOWHERE, Bound, Call, Inner, Link, Plan, Sequence, Source, View
+from recollect._selective.operators import UNFILLED, tensors_in
+from recollect._selective.plan import (
+    HELD,
+    NOWHERE,
+    Bound,
+    Call,
+    Inner,
+    Link,
+    Listed,
+    Plan,
+    Source,
+    Unfixed,
+    View,
+    fixed,
+)
 
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_UNFILLED = frozenset(
-    {
-        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
-        *(Tensor.new_empty, Tensor.new_empty_strided, Tensor.new, Tensor.set_, Tensor.resize_, Tensor.resize_as_),
-    }
-)
+_UNFILLED = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in UNFILLED if hasattr(owner, name))
 _GRAD = getattr(Tensor.grad, "__get__")  # noqa: B009 (a descriptor, whatever its annotation says)
 
 
@@ -67,9 +76,8 @@ class Tape(FunctionMode):
         why_broken: why it cannot be believed; None if it can.
     """
 
-    def __init__(self, region: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.region = region
         self.entries: list[Entry] = []
         self.tensors: list[Tensor] = []
         self.saved: list[tuple[Tensor, Entry | None, int]] = []
@@ -146,16 +154,19 @@ class Tape(FunctionMode):
             links.append(number)
             return Link(number)
         if isinstance(value, (list, tuple)) and tensors_in(value):
-            return Sequence(type(value), [self._template(item, links) for item in value])
-        if isinstance(value, dict) and tensors_in(value):
-            self.broken("a call of torch takes a dict with tensors")
-        return list(value) if type(value) is list else value
+            return Listed(type(value), [self._template(item, links) for item in value])
+        try:
+            return fixed(value)
+        except Unfixed:
+            self.broken(f"a call of torch takes a {type(value).__name__}, which may change afterwards")
+            return None
 
     def _new(self, tensor: Tensor, maker: int) -> int:
         number = self._numbers[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         self._makers.append(maker)
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_inference():
+        is_plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_inference()
+        if not is_plain or tensor.is_complex():  # a view of complex numbers may be a conjugate one
             self.broken(f"it works on a tensor of a kind of its own ({type(tensor).__name__}, {tensor.layout})")
             self._versions.append(0)
         else:
@@ -289,6 +300,7 @@ class _Renumbering:
         }
         for index, entry in enumerate(tape.entries):
             call = self._call(entry, draws=index in drawing, is_recorded=index in made_again)
+            call.is_identity = any(raw.makers[number] != index for number in entry.outs)
             if index in made_again:
                 bound.arguments[index] = self._arguments(call, entry)
                 if call.draws:
@@ -332,8 +344,8 @@ class _Renumbering:
         if call.is_checked:
             call.links = tuple(new[number] for number in entry.links)
             call.size = len(entry.args)
-            call.is_general = any(isinstance(value, (Link, Sequence)) for value in entry.kwargs.values()) or any(
-                isinstance(value, Sequence) for value in entry.args
+            call.is_general = any(isinstance(value, (Link, Listed)) for value in entry.kwargs.values()) or any(
+                isinstance(value, Listed) for value in entry.args
             )
             if not call.is_general:
                 places = enumerate(entry.args)
@@ -350,8 +362,8 @@ class _Renumbering:
     def _renumber(self, value: Any) -> Any:
         if isinstance(value, Link):
             return Link(self._new[value])
-        if isinstance(value, Sequence):
-            return Sequence(value.kind, [self._renumber(item) for item in value.items])
+        if isinstance(value, Listed):
+            return Listed(value.kind, [self._renumber(item) for item in value.items])
         return value
 
 

@@ -56,11 +56,6 @@ class ModuleTap:
         self.depth = 0
         self._before: Callable[..., Any] | None = None
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, if it is still alive."""
-        return self._module()
-
     def open(self) -> None:
         module = self._module()
         if module is not None:
