@@ -118,3 +118,19 @@ def test_a_value_that_is_given_a_name_later_is_kept_from_then_on() -> None:
         assert all(map(torch.equal, found, torch.autograd.grad(fn(*tensors).sum(), tensors)))
     (explained,) = recollect.explain(region).regions
     assert [site.what for site in explained.calls[0].kept] == ["aten.mm.default"] * 2
+
+
+def test_a_kept_value_that_is_changed_after_the_region_is_refused_by_name() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return y, (y + 1).exp().sin()
+
+    region = recollect.checkpoint(fn, policy=policies.save_matmuls)
+    for _ in range(2):
+        y, z = region(square(), square())
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(recollect.ChangedInputError) as raised:
+            z.sum().backward()
+        assert str(raised.value).startswith("region 'fn': the result of matmul, test_plans.py:")
+        assert ", which is kept (float32[4, 4]), was changed in place after forward had used it" in str(raised.value)

@@ -83,9 +83,9 @@ class SelectiveFrame(Frame):
 
     def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]]:
         notes, ledger = self._notes, self._ledger
-        is_bare = not (notes.wanted.taps or ledger.blocks or notes.policy.sees_names)
+        is_bare = not (notes.wanted.taps or ledger.blocks or notes.sees_names)
         if ledger.plan is not None and is_bare and self._may_tape():
-            take = self._take = Take(ledger.plan, notes_choices=notes.policy.keeps_defaults)
+            take = self._take = Take(ledger.plan, notes_choices=notes.keeps_defaults)
             take.begin(arguments)
             return take, nullcontext()
         pins = pins_within(top_hooks(True))  # noqa: FBT003
@@ -99,7 +99,7 @@ class SelectiveFrame(Frame):
             if ledger.plan is None:
                 recorder = self._tape = Tape()
             else:
-                recorder = self._take = Take(ledger.plan, notes_choices=notes.policy.keeps_defaults)
+                recorder = self._take = Take(ledger.plan, notes_choices=notes.keeps_defaults)
             recorder.begin(arguments)
         is_exact = self.options.matcher.values is not None
         if pins is not None and self._is_pinned:

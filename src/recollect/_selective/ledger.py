@@ -194,6 +194,8 @@ class Clerk:
         viewing: set[int] = set()
         for index, entry in enumerate(tape.entries):
             beneath = self._beneath.get(id(entry), [])
+            if beneath:
+                entry.place = f"{name_of_call(entry.func)}{beneath[0].line.place}"
             kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
             if any(one.operator.hides_writes for one in beneath):
                 tape.broken("it updates running statistics")

@@ -28,6 +28,7 @@ class Notes:
     def __init__(self, region: str, policy: Policy, roots: list[nn.Module]) -> None:
         self.given = policy
         self.policy = policy.within(region)
+        self.sees_names, self.keeps_defaults = self.policy.sees_names, self.policy.keeps_defaults
         self.region = region
         self._roots = [ref(root) for root in roots]
         self.ledgers: dict[Any, Ledger] = {}

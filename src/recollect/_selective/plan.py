@@ -83,6 +83,7 @@ class Call:
         needs_grad: for a call with saved tensors of its own inside: which of its tensors must require grad.
         is_identity: whether a result is one of its own arguments.
         is_base: whether the one tensor it gives has views with numbers of their own.
+        place: where it was made when it was learned, for errors.
         is_simple: whether it takes tensors on their own, gives one, and there is nothing more to it.
         number: of that one.
     """
@@ -103,12 +104,13 @@ class Call:
             "links",
             "needs_grad",
         ),
-        *("number", "others", "outs", "shapes", "size", "tensors", "views"),
+        *("number", "others", "outs", "place", "shapes", "size", "tensors", "views"),
     )
 
     def __init__(self, func: Any, shapes: Any, *, is_single: bool, draws: bool) -> None:
         self.func, self.shapes, self.is_single, self.draws = func, shapes, is_single, draws
         self.dtype: Any = None
+        self.place = ""
         self.outs: list[int] = []
         self.kept: frozenset[int] = frozenset()
         self.views: dict[int, View] | None = None

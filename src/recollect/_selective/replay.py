@@ -79,7 +79,7 @@ class Replay:
         value = cast("Tensor | None", bound.held[number])
         if value is not None:
             if value._version != bound.versions[number]:  # noqa: SLF001
-                self._refuse(value)
+                self._refuse(number, value)
             if left <= 0 and self._is_last:
                 bound.held[number] = None
             return value
@@ -121,11 +121,15 @@ class Replay:
     def _has(self, number: int) -> bool:
         return number in self._values or self._bound.held[number] is not None or number in self._inputs
 
-    def _refuse(self, value: Tensor) -> None:
+    def _refuse(self, number: int, value: Tensor) -> None:
+        maker = self._plan.makers[number]
+        what = "a parameter or another tensor that the function reads"
+        if maker >= 0:
+            what = f"the result of {self._plan.calls[maker].place}, which is kept"
         message = (
-            f"region '{self._region}': a value that recomputation starts from ({describe_tensor(value)}: a kept "
-            "value, a parameter, or something the function closes over) was changed in place after forward had used "
-            "it.\nUse the out-of-place form of that operation, or run backward first."
+            f"region '{self._region}': {what} ({describe_tensor(value)}), was changed in place after forward had used "
+            "it, so that nothing can be recomputed from it.\n"
+            "Use the out-of-place form of that operation, run backward first, or let the policy recompute this value."
         )
         raise ChangedInputError(message)
 

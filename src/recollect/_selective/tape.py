@@ -53,7 +53,7 @@ def name_of_call(func: Any) -> str:
 class Entry:
     """One call of torch."""
 
-    __slots__ = ("args", "func", "is_single", "kwargs", "links", "outs", "saved", "states")
+    __slots__ = ("args", "func", "is_single", "kwargs", "links", "outs", "place", "saved", "states")
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -62,6 +62,7 @@ class Entry:
         self.links: list[int] = []
         self.outs: list[int] = []
         self.is_single = True
+        self.place = ""
         self.saved = 0
         self.states: States = []
 
@@ -332,7 +333,7 @@ class _Renumbering:
         results = tape.results(entry)
         shapes = results[0].shape if entry.is_single else [(tensor.shape, tensor.dtype) for tensor in results]
         call = Call(entry.func, shapes, is_single=entry.is_single, draws=draws)
-        call.dtype = results[0].dtype
+        call.dtype, call.place = results[0].dtype, entry.place
         call.outs = [new.get(number, NOWHERE) for number in entry.outs]
         views = {place: self._view(self._raw.views[number]) for place, number in enumerate(entry.outs) if number in new}
         call.views = {place: view for place, view in views.items() if view is not None} or None
