@@ -24,10 +24,11 @@ from recollect._recompute.rng import Source
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.ledger import Ledger, Line, bytes_of
 from recollect._selective.operators import tensors_in
+from recollect._selective.shelf import Counter, Shelf
 from recollect._selective.take import Take
 from recollect._selective.tape import Tape
 from recollect._selective.taps import Tap, close_taps, open_taps, tap_function, tap_module
-from recollect._selective.watch import AgainWatch, ChoiceWatch, Counter, ForwardWatch, Shelf
+from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch
 
 Block = tuple[str, str]
 """What kind of block it is, and its path or name."""

@@ -43,9 +43,10 @@ from recollect._selective.notes import Notes
 from recollect._selective.pins import pins_within
 from recollect._selective.plan import HELD, Bound, Plan
 from recollect._selective.replay import Replay
+from recollect._selective.shelf import Shelf, Slipped
 from recollect._selective.take import HeldSlot, PlannedSlot, Take
 from recollect._selective.tape import Tape
-from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch, Shelf, Slipped
+from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch
 
 _MOST_BREAKS = 3
 

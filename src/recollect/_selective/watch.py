@@ -19,11 +19,9 @@ from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
 from recollect._core.torch_private.engine import current_pass
 from recollect._core.torch_private.schemas import OpOverload, count_results
-from recollect._core.units import count_noun
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.places import Place, Places
 from recollect._selective.kept import (
-    Hooks,
     KeptCall,
     Meta,
     States,
@@ -34,13 +32,7 @@ from recollect._selective.kept import (
     version_of,
 )
 from recollect._selective.operators import Operator, has_storage, is_cached_cast, operator_of, tensors_in
-from recollect._selective.pins import Pins
-
-Key = tuple[Any, ...]
-"""An operator or block, and which call of it.
-
-An operator's calls are numbered apart with grad mode on and off: a warm-up without gradients may happen only once.
-"""
+from recollect._selective.shelf import Counter, Key, Shelf
 
 
 class Answer(Protocol):
@@ -64,116 +56,6 @@ def metas_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Meta]:
 def _at(places: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments at these positions or of these names."""
     return tensors_in(*(args[position] if position < len(args) else kwargs.get(name) for position, name in places))
-
-
-class Counter:
-    """Numbers the calls of each operator or block."""
-
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts: dict[Any, int] = {}
-
-    def next(self, what: Any) -> int:
-        number = self._counts.get(what, 0)
-        self._counts[what] = number + 1
-        return number
-
-    def count(self, what: Any) -> int:
-        """How many calls there were."""
-        return self._counts.get(what, 0)
-
-
-class Slipped(MismatchError):  # noqa: N818 (never leaves the frame)
-    """Kept operators are not served as they were kept; whoever recomputes may do it again without serving any."""
-
-
-class Tally:
-    """How many operators were kept, as a check: recomputation must be served as many, at each saved tensor.
-
-    Else forward ran kept operators that recomputation does not run, a warm-up or the filling of a cache, and from there
-    on each call would be given the result of another one. Apart from the shelf, because the hooks of forward count
-    here, and the graph keeps them.
-
-    Attributes:
-        count: how many were kept as they ran, with grad mode on.
-        marks: the same, noted at each saved tensor of forward.
-        is_late: whether some were kept after they had run, so that the marks say nothing.
-    """
-
-    __slots__ = ("count", "is_late", "marks")
-
-    def __init__(self) -> None:
-        self.count, self.is_late = 0, False
-        self.marks: list[int] = []
-
-    def check(self, region: str, index: int, served: int) -> None:
-        """Saved tensor `index` is made again, after so many operators were served.
-
-        Raises:
-            Slipped: another number was kept.
-        """
-        if self.is_late or index >= len(self.marks) or self.marks[index] == served:
-            return
-        ran = count_noun(self.marks[index], "kept operator")
-        message = f"region '{region}': until saved tensor {index}, forward ran {ran} and recomputation {served}."
-        raise Slipped(message)
-
-
-class Shelf:
-    """What one execution of a region keeps; filled by forward, read by its recomputations.
-
-    Attributes:
-        pins: inside another region: what is handed to it.
-        tally: how many operators were kept.
-    """
-
-    __slots__ = ("_is_packed", "calls", "pins", "region", "tally")
-
-    def __init__(self, region: str, pins: Pins | None = None) -> None:
-        self.region, self.pins = region, pins
-        self.calls: dict[Key, KeptCall] = {}
-        self.tally = Tally()
-        self._is_packed = False
-
-    def settle(self, hooks: Hooks | None) -> None:
-        """At the end of forward: inside other hooks, kept values are saved tensors of whoever set them."""
-        if hooks is None:
-            return
-        self._is_packed = True
-        pins = self.pins
-        if pins is not None and pins.keys is None:
-            pins.note(key for key, call in self.calls.items() if call.tensors)
-        for key in self.calls if pins is None or pins.keys is None else pins.keys:
-            call = self.calls.get(key)
-            if call is None:
-                self._miss(key)
-            else:
-                call.hand_to(hooks)
-
-    def _miss(self, key: Key) -> None:
-        message = (
-            f"region '{self.region}', inside another region that is being recomputed, does not come to call {key[-1]} "
-            f"of {key[0]}, which it kept in forward.\n"
-            "The function takes another way than in forward: it read something that changed in between."
-        )
-        raise MismatchError(message)
-
-    def unpack(self) -> None:
-        """Before a recomputation: get back what others hold."""
-        if self._is_packed:
-            for call in self.calls.values():
-                call.unpack()
-
-    def let_go(self) -> None:
-        """After a recomputation: hold no more than before."""
-        if self._is_packed:
-            for call in self.calls.values():
-                call.let_go()
-
-    def take(self, key: Key) -> KeptCall | None:
-        """What was kept of a call; in the last recomputation it leaves the shelf."""
-        return self.calls.pop(key, None) if is_last_recomputation() else self.calls.get(key)
 
 
 class _Made:

@@ -23,7 +23,8 @@ from recollect._recompute.places import Place, Places
 from recollect._selective.kept import KeptCall
 from recollect._selective.ledger import refuse_offload
 from recollect._selective.operators import Operator, operator_of
-from recollect._selective.watch import AgainWatch, Counter, ForwardWatch, Shelf
+from recollect._selective.shelf import Counter, Shelf
+from recollect._selective.watch import AgainWatch, ForwardWatch
 
 _aten, _profiler = torch.ops.aten, torch.ops.profiler
 
