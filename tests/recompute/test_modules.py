@@ -415,3 +415,16 @@ def test_a_search_that_meets_itself_ends() -> None:
     loop.append(loop)
     modules, tensors = find_modules(lambda: loop, ())
     assert (modules, tensors) == ([], [])
+
+
+def test_a_compiled_module_inside_a_region_is_no_stranger() -> None:
+    inner: Any = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), backend="eager")
+    net = nn.Sequential(inner, nn.Tanh()).eval()
+    x = torch.randn(2, 4, requires_grad=True)
+    y = recollect.checkpoint(net)(x)
+    net.train()
+    y.sum().backward()
+    assert net.training
+    (expected,) = torch.autograd.grad(net.eval()(x).sum(), [x])
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)

@@ -171,6 +171,14 @@ def _values(attributes: list[Attributes], table_of: Callable[[Attributes], Any])
     return list(chain.from_iterable(map(dict.values, map(table_of, attributes))))
 
 
+def _modes(modules: list[nn.Module], attributes: list[Attributes]) -> list[bool]:
+    """Whether each module is in training mode."""
+    try:
+        return list(map(_training, attributes))
+    except KeyError:  # a compiled module says it of the module that it stands for
+        return [module.training for module in modules]
+
+
 def _versions(tensors: list[Tensor]) -> list[int | None]:
     try:
         return list(map(_version_of, tensors))
@@ -204,7 +212,7 @@ class ModuleState:
 
     def __init__(self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False) -> None:
         modules, attributes = self._modules, self._attributes = _walk(roots)
-        self._training = list(map(_training, attributes))
+        self._training = _modes(modules, attributes)
         self._parameters: list[Tensor | None] = _values(attributes, _parameters)
         self._buffers: list[Tensor | None] = _values(attributes, _buffers)
         # How many of those each module has: what it adds later, it adds behind them.
@@ -321,7 +329,7 @@ class ModuleState:
         self.is_watching = bool(changed)
         attributes = self._attributes
         if not (changed or self._state) and (
-            list(map(_training, attributes)) == self._training
+            _modes(self._modules, attributes) == self._training
             and _same_objects(_values(attributes, _parameters), self._parameters)
             and _same_objects(_values(attributes, _buffers), self._buffers)
         ):

@@ -211,6 +211,8 @@ class SelectiveFrame(Frame):
             tape.broken("it reads buffers that it updates")  # the next forward moves them on
         if not ledger.keeps_ops:
             tape.broken("no single operator is kept")
+        if not ledger.may_tape:
+            tape.broken("it calls compiled code, which would run uncompiled under a tape")
         if tape.why_broken is None:
             assert self._clerk is not None
             sorts = self._clerk.sort_calls(tape, draws=self.around.draws)

@@ -12,6 +12,7 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -79,9 +80,19 @@ def put_state(state: State) -> Callable[[], None]:
 
 
 class FunctionMode(TorchFunctionMode):
-    """The base class of our own torch-function modes, which no recomputation runs under."""
+    """The base class of our own torch-function modes, which no recomputation runs under.
+
+    Dynamo would trace the handler of a mode into the functions that it compiles, and then computes something else
+    (torch 2.13). So compiled functions run as they are written while the mode is on, in the whole process: 6 µs, where
+    Dynamo has been imported.
+    """
+
+    _stance: Any = None
 
     def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -89,6 +100,9 @@ class FunctionMode(TorchFunctionMode):
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
+        if self._stance is not None:
+            stance, self._stance = self._stance, None
+            stance.__exit__(exc_type, exc_val, exc_tb)
 
 
 def _read_modes(*, ours: bool) -> tuple[Any, ...]:

@@ -1,0 +1,71 @@
+"""Compiled code inside a region under a policy: it stays compiled, and computes what it computes outside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect import policies
+
+# Dynamo looks at the .grad of every tensor that it meets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+POLICIES = [policies.save_matmuls, policies.save_all, policies.save_modules(nn.Linear)]
+
+
+class Backend:
+    """Compiles nothing, and counts how often it is asked to; and how often what it gave is run."""
+
+    def __init__(self) -> None:
+        self.compiled = self.run = 0
+
+    def __call__(self, module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.run += 1
+            return module(*args)
+
+        return run
+
+
+class Calling(nn.Module):
+    """Calls a function that it does not hold as a module."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self._fn = [fn]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._fn[0](self.linear(x)).tanh()
+
+
+def of_function(backend: Backend) -> nn.Module:
+    return Calling(torch.compile(lambda x: x.sin().exp(), backend=backend))
+
+
+def of_module(backend: Backend) -> nn.Module:
+    inner: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend)
+    return nn.Sequential(inner, nn.Linear(8, 8), nn.Tanh())
+
+
+@pytest.mark.parametrize("make", [of_function, of_module])
+@pytest.mark.parametrize(
+    "policy", [policies.save_matmuls, policies.save_all, policies.save_modules(nn.Linear)], ids=str
+)
+def test_compiled_code_stays_compiled_and_is_compiled_once(make: Callable[[Backend], nn.Module], policy: Any) -> None:
+    backend = Backend()
+    net = make(backend)
+    x = torch.randn(4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(net(x).sum(), [x])
+    region = recollect.checkpoint(net, policy=policy)
+    for step in range(4):
+        before = backend.run
+        (found,) = torch.autograd.grad(region(x).sum(), [x])
+        assert torch.equal(found, expected)
+        assert backend.compiled == 1
+        assert step == 0 or backend.run > before
