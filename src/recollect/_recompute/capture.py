@@ -165,15 +165,8 @@ class _RandomWatch(DispatchMode):
         super().__init__()
         self._region = region
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator unless it draws."""
-        kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs):
             message = (
                 f"region '{self._region}' draws random numbers ({func}) while a CUDA graph is being captured: "

@@ -16,7 +16,7 @@ included, can be registered with `register_state`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
@@ -441,13 +441,7 @@ class _ChangedWatch(DispatchMode):
         self._region = region
         self._changed = {address: what for tensor, what in changed if (address := _address(tensor))}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator unless it reads what was changed."""
         for leaf in tree_leaves((args, kwargs)):
             what = self._changed.get(_address(leaf)) if isinstance(leaf, Tensor) else None
@@ -461,7 +455,7 @@ class _ChangedWatch(DispatchMode):
                     "with `recollect.register_state`."
                 )
                 raise ChangedInputError(message)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _address(tensor: Tensor) -> int:

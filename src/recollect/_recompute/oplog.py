@@ -5,7 +5,7 @@ Used to explain a mismatch: it costs some tens of microseconds per operator and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,15 +62,8 @@ class OpLog(DispatchMode):
         self._unplaced: list[tuple[int, Tensor]] = []
         self._last_made: list[int] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and log it."""
-        kwargs = kwargs or {}
         name = _op_name(func)
         if name in _IGNORED:
             return func(*args, **kwargs)

@@ -116,15 +116,8 @@ class ForwardWatch(_Watch):
         self._made_inside: list[ref[Any]] = []
         self._makers: list[_Made] | None = [] if notes_makers else None
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and keep its result if it is to be kept."""
-        kwargs = kwargs or {}
         operator = operator_of(func)
         if current_pass() != self._pass:
             self.saw_backward = True
@@ -243,23 +236,17 @@ class ChoiceWatch(DispatchMode):
         self._next, self._run = 0, current_run()
         return super().__enter__()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the next choice if this is one, and gives as many tensors; else run it, as any that draws."""
         operator = operator_of(func)
         if self.is_paused or current_run() is not self._run:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if operator.is_routing and self._next < len(self._choices):
             chosen = [tensor.detach() for tensor in self._choices[self._next]]
             self._next += 1
             if len(chosen) == count_results(func) and not operator.is_random:
                 return chosen[0] if len(chosen) == 1 else tuple(chosen)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class AgainWatch(_Watch):
@@ -284,15 +271,8 @@ class AgainWatch(_Watch):
         super().__exit__(exc_type, exc, traceback)
         self._shelf.let_go()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what was kept of this call, or run it."""
-        kwargs = kwargs or {}
         operator = operator_of(func)
         if operator.is_ignored or self._looks_away(func, args, kwargs):
             return func(*args, **kwargs)

@@ -7,7 +7,7 @@ not filled yet. Backward can be run as often as the graph allows, with ``debug=T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -231,17 +231,11 @@ class _Forward(ForwardWatch):
         if exc is None:
             self._shelf.settle(self._around)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and keep its result if the policy says so."""
         if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        return super().meet(func, args, kwargs)
 
     def _meet_write(self, kept: KeptCall, operator: Operator) -> None:
         if self._shelf.may_write:
@@ -266,17 +260,11 @@ class _Again(AgainWatch):
             self._counter = _Limited(self._shelf)
         return entered
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what was kept of this call, or run it."""
         if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        return super().meet(func, args, kwargs)
 
 
 class _Limited(Counter):

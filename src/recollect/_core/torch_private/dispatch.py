@@ -21,8 +21,9 @@ __all__ = ["DispatchMode", "alias_with_version", "without_dispatch_modes"]
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that leaves Dynamo alone: importing nothing of it, and out of the way of compiled code.
 
-    Subclasses override `__torch_dispatch__`, which runs with the mode itself switched off, holds the GIL, and may be
-    called by several of autograd's threads at once. Higher-order operators arrive there too, as one call each.
+    Subclasses override `meet`, which runs with the mode itself switched off, holds the GIL, and may be called by
+    several of autograd's threads at once. Higher-order operators arrive there too, as one call each. A subclass that
+    asks for the types of the arguments overrides `__torch_dispatch__` itself.
     """
 
     supports_higher_order_operators = True
@@ -59,8 +60,12 @@ class DispatchMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator unchanged."""
-        return func(*args, **(kwargs or {}))
+        """Let the subclass meet the operator."""
+        return self.meet(func, args, kwargs or {})
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator is called: run it."""
+        return func(*args, **kwargs)
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
