@@ -85,3 +85,13 @@ def count_noun(count: int, noun: str) -> str:
     ('1 tensor', '2 tensors')
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def list_some(words: list[str], most: int = 8) -> str:
+    """Words in a row, and how many are left out.
+
+    >>> list_some(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = len(words) - most
+    return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from recollect._core.torch_private.ops import higher_order_names, op_name, overload_names, packet_name
+from recollect._core.units import list_some
 from recollect._policy.patterns import nearest, quote_all
 
 OpLike = str | type[torch.autograd.Function] | Callable[..., Any]
 """An overload or its name, a higher-order operator or its name, a custom operator, or a subclass of Function."""
 
 _HIGHER_ORDER = "higher_order"
-_OVERLOADS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,7 +80,7 @@ def _check_name(text: str) -> str:
     elif _overloads(packet, names):
         overloads = _overloads(packet, names)
         message = (
-            f"{packet} has no overload {overload!r} but {_list_some(overloads)}: write {_likeliest(packet, names)!r}"
+            f"{packet} has no overload {overload!r} but {list_some(overloads)}: write {_likeliest(packet, names)!r}"
         )
     else:
         message = _describe_unknown(text, name, names)
@@ -90,7 +90,7 @@ def _check_name(text: str) -> str:
 def _describe_packet(text: str, packet: str, names: list[str]) -> str:
     overloads = _overloads(packet, names)
     noun = "overload" if len(overloads) == 1 else "overloads"
-    return f"{text!r} has the {noun} {_list_some(overloads)}: write {_likeliest(packet, names)!r}"
+    return f"{text!r} has the {noun} {list_some(overloads)}: write {_likeliest(packet, names)!r}"
 
 
 def _describe_unknown(text: str, name: str, names: list[str]) -> str:
@@ -131,8 +131,3 @@ def _overloads(packet: str, names: list[str]) -> list[str]:
 
 def _likeliest(packet: str, names: list[str]) -> str:
     return f"{packet}.{_overloads(packet, names)[0]}"
-
-
-def _list_some(overloads: list[str]) -> str:
-    more = len(overloads) - _OVERLOADS_SHOWN
-    return ", ".join(overloads[:_OVERLOADS_SHOWN]) + (f" and {more} more" if more > 0 else "")

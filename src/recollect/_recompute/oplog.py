@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.ops import op_name
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._recompute.places import Place, Places
 
@@ -64,7 +65,7 @@ class OpLog(DispatchMode):
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and log it."""
-        name = _op_name(func)
+        name = (op_name(func) or str(func)).removesuffix(".default")
         if name in _IGNORED:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -107,12 +108,6 @@ class OpLog(DispatchMode):
         """Stop logging and let go of the tensors still waiting for their operator."""
         super().__exit__(*error)
         self._unplaced.clear()
-
-
-def _op_name(func: Callable[..., Any]) -> str:
-    name = getattr(func, "name", None)
-    text = name() if callable(name) else str(func)
-    return text.replace("::", ".").removesuffix(".default")
 
 
 _BEFORE, _AFTER, _WIDTH = 3, 5, 56

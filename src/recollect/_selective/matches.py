@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from weakref import ref
 
-from recollect._core.units import format_bytes
+from recollect._core.units import format_bytes, list_some
 from recollect._policy.base import Policy
 from recollect._policy.combine import Combination
 from recollect._policy.patterns import quote_all
@@ -17,7 +17,6 @@ from recollect._selective.ledger import Ledger, Line
 from recollect._selective.notes import all_notes
 from recollect._selective.operators import operator_of
 
-_SHOWN = 8
 _decided: dict[int, ref[Policy]] = {}  # by id: hashing a policy of many parts takes microseconds
 
 
@@ -92,7 +91,7 @@ def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
         names = dict.fromkeys(name for ledger in ledgers for name in list(ledger.names))
         if not names:
             return "No name was given there: recollect.region and recollect.name give them"
-        return f"Names given there: {_list_some([repr(name) for name in names])}"
+        return f"Names given there: {list_some([repr(name) for name in names])}"
     lines = [(ledger, line) for ledger in ledgers for line in ledger.lines if operator_of(line.key).can_be_kept]
     if isinstance(rule, SaveLargerThan) and lines:
         sites = [site for _, line in lines for site in line.sites]
@@ -102,13 +101,8 @@ def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
     for ledger, line in lines:
         times[line.what] += count_matches(ledger, line)
     ran = [f"{what} ({count} time{'' if count == 1 else 's'})" for what, count in times.most_common()]
-    text = f"Operators that ran there: {_list_some(ran) or 'none'}"
+    text = f"Operators that ran there: {list_some(ran) or 'none'}"
     blocks = dict.fromkeys(line.what for ledger in ledgers for line in ledger.blocks.values())
     if blocks:
-        text += f"; those inside of {_list_some(list(blocks))}, kept whole, were not asked about"
+        text += f"; those inside of {list_some(list(blocks))}, kept whole, were not asked about"
     return text
-
-
-def _list_some(words: list[str]) -> str:
-    more = len(words) - _SHOWN
-    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect._core.torch_private.ops import op_name
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.torch_private.schemas import (
     TO_COPY,
     arguments_named,
     gives_alias,
     is_random,
-    name_of_op,
     written_arguments,
 )
 
@@ -82,7 +82,7 @@ class Operator:
 @functools.cache
 def operator_of(func: Any) -> Operator:
     """Look an operator up; everything that a dispatch mode can see, higher-order operators included."""
-    name = name_of_op(func)
+    name = op_name(func) or str(func)
     space, _, rest = name.partition(".")
     short = rest.split(".")[0]
     hides_writes = any(part in short for part in _HIDDEN_WRITERS)

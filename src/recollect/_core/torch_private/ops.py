@@ -4,7 +4,7 @@ Private names: the classes and the registry of higher-order operators of `torch.
 dispatcher's list of operators.
 Would be replaced by: public names for those classes, and a public list of operators (`dir(torch.ops.aten)` holds only
 those that were looked up before).
-Run on: torch 2.13 (CPU).
+Run on: torch 2.11, 2.13.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an operator's schema says: which arguments it writes, whether its results are views of them, its tags and name.
+"""What an operator's schema says: which arguments it writes, whether its results are views of them, its tags.
 
 Private name: `OpOverload._schema`, and the alias information in it.
 Replaced by: a public schema object on `torch.ops` overloads.
@@ -20,21 +20,12 @@ __all__ = [
     "count_results",
     "gives_alias",
     "is_random",
-    "name_of_op",
     "written_arguments",
 ]
 
 
 TO_COPY: OpOverload = torch.ops.aten._to_copy.default
 """The operator behind every cast, autocast's included."""
-
-
-def name_of_op(func: Any) -> str:
-    """The operator's name with its overload, ``aten.mm.default``; a higher-order operator's own name."""
-    if isinstance(func, OpOverload):
-        return str(func)
-    name = getattr(func, "name", None)
-    return str(name()) if callable(name) else str(func)
 
 
 def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
