@@ -15,6 +15,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 torch.set_num_threads(1)
 
 
+collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.accelerator.is_available():
         return

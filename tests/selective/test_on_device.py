@@ -133,3 +133,52 @@ def test_a_step_under_a_policy_can_be_captured(policy: Any) -> None:
     graph.replay()
     for got, expected in zip(captured, step(), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def triton_functions() -> tuple[Any, type[torch.autograd.Function], list[str]]:
+    """A Triton kernel as an operator and inside a custom Function, and the runs of the latter's forward."""
+    pytest.importorskip("triton")
+    from tests.selective.kernels import twice
+
+    runs: list[str] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            runs.append("forward")
+            ctx.save_for_backward(x)
+            return twice(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            grown: Tensor = 2 * gradient + 0 * x
+            return grown
+
+    operator = torch.library.custom_op("recollect_device::twice", mutates_args=())(twice)
+    operator.register_autograd(lambda _, gradient: 2 * gradient)
+    return operator, Twice, runs
+
+
+def test_triton_kernels_are_kept_as_a_unit_or_run_again() -> None:
+    operator, function, runs = triton_functions()
+    w = torch.randn(64, 64, device="cuda", requires_grad=True)
+
+    def fn(x: Tensor) -> Tensor:
+        y: Any = function.apply((x @ w).sin())
+        out: Tensor = (operator(y.cos()) @ w).sin()
+        return out
+
+    for policy, again in (
+        (policies.save_ops(function, "recollect_device.twice.default"), 0),
+        (policies.save_ops("recollect_device.twice.default"), 1),
+        (policies.save_matmuls, 1),
+    ):
+        region = recollect.checkpoint(fn, policy=policy, name=str(policy))
+        for _ in range(3):
+            x = torch.randn(64, 64, device="cuda", requires_grad=True)
+            expected = torch.autograd.grad(fn(x).sum(), [x, w])
+            runs.clear()
+            found = torch.autograd.grad(region(x).sum(), [x, w])
+            assert all(map(torch.equal, found, expected))
+            assert len(runs) == 1 + again

@@ -23,6 +23,7 @@ from recollect._selective.tape import Tape, name_of_call
 
 BY_DEFAULT = "by default"
 _NO_RULE = "no rule"
+_RUNS_AGAIN = Verdict(Decision.RECOMPUTE, "it can only run again")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -259,7 +260,8 @@ class Clerk:
             )
             for number, output in enumerate(outputs)
         )
-        verdicts = [self._ledger.judge(site) for site in sites]
+        # Nobody is asked about what can only run again: views, most writes in place, memory yet to be filled.
+        verdicts = [self._ledger.judge(site) for site in sites] if operator.can_be_kept else [_RUNS_AGAIN]
         chosen = next((verdict for verdict in verdicts if verdict.decision is Decision.SAVE), verdicts[0])
         return Line(
             key=func,
