@@ -10,8 +10,7 @@ decides how it and later calls are recomputed:
 
 from __future__ import annotations
 
-from _thread import get_ident
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
@@ -21,20 +20,15 @@ from torch import Tensor
 
 from recollect._core.errors import CheckpointError
 from recollect._core.pytree import Arguments
-from recollect._core.torch_private.ambient import any_autocast_enabled, function_mode_depth
+from recollect._core.torch_private.ambient import function_mode_depth
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.engine import (
-    current_pass,
-    get_group,
-    pass_keeps_graph,
-    set_grad_enabled,
     top_hooks,
-    when_pass_ends,
 )
-from recollect._recompute.frame import Expiry, Frame, Options
+from recollect._recompute.frame import Options, read_meta
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.rng import sources_by_request
-from recollect._recompute.slots import Handed, Slot
+from recollect._recompute.slots import Slot
 from recollect._recompute.values import digest
 from recollect._selective.blocks import Again, Forward
 from recollect._selective.ledger import Clerk, Ledger
@@ -42,28 +36,25 @@ from recollect._selective.matches import warn_unmatched
 from recollect._selective.notes import Notes
 from recollect._selective.pins import pins_within
 from recollect._selective.plan import HELD, Bound, Plan
+from recollect._selective.planned import PlannedFrame
 from recollect._selective.replay import Replay
 from recollect._selective.shelf import Shelf, Slipped
-from recollect._selective.take import HeldSlot, PlannedSlot, Take
+from recollect._selective.take import HeldSlot, Take
 from recollect._selective.tape import Tape
 from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch
 
 _MOST_BREAKS = 3
 
 
-class SelectiveFrame(Frame):
+class SelectiveFrame(PlannedFrame):
     """One execution of a region under a policy."""
 
     __slots__ = (
         "_again",
-        "_bound",
         "_clerk",
-        "_is_as_before",
         "_is_pinned",
         "_ledger",
         "_notes",
-        "_plan",
-        "_replay",
         "_take",
         "_tape",
         "_watch",
@@ -74,13 +65,10 @@ class SelectiveFrame(Frame):
         self._notes, self._ledger = notes, ledger
         self._tape: Tape | None = None
         self._take: Take | None = None
-        self._plan: Plan | None = None
-        self._bound: Bound | None = None
-        self._replay: Replay | None = None
         self._again: Again | None = None
         self._clerk: Clerk | None = None
         self._watch: ForwardWatch | None = None
-        self._is_as_before = self._is_pinned = False
+        self._is_pinned = False
 
     def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]]:
         notes, ledger = self._notes, self._ledger
@@ -143,20 +131,20 @@ class SelectiveFrame(Frame):
             return self._take.packer(self)
         if self._watch is None or self._again is None:
             return super().pack()
-        make, tally = super().pack(), self._again.shelf.tally
+        tally = self._again.shelf.tally
         if self._tape is None:
+            make = super().pack()
 
             def mark(tensor: Tensor) -> Slot:
                 tally.marks.append(tally.count)
                 return make(tensor)
 
             return mark
-        note_saved, slots = self._tape.note_saved, self.slots
+        note_saved, slots, add_meta = self._tape.note_saved, self.slots, self.metas.append
 
         def pack(tensor: Tensor) -> Slot:
             tally.marks.append(tally.count)
-            make(tensor)
-            slots.pop()
+            add_meta(read_meta(tensor))
             note_saved(tensor)
             slot = HeldSlot()  # whether it holds its tensor is learned when forward is over
             slot.frame, slot.value, slot.kept, slot.index = self, None, None, len(slots)
@@ -279,21 +267,18 @@ class SelectiveFrame(Frame):
                 slot.version = slot.held._version  # noqa: SLF001
         self._plan, self._bound = plan, bound
 
-    def _live(self) -> Iterator[PlannedSlot]:
-        for weak in self.slots:
-            slot = weak()
-            if isinstance(slot, PlannedSlot):
-                yield slot
+    # Backward, where there is no plan.
+    def _begin(self) -> None:
+        warn_unmatched(self._notes.given)
 
-    # Backward.
     def _run(self, *, last: int, stops_early: bool, is_last: bool = False) -> None:
         """Run the function again; where what was kept does not fit, once more without it.
 
         Kept operators do not fit if the function did something only once, such as filling a cache; kept blocks, if it
         runs a backward pass itself, through a graph that they were cut out of.
         """
-        warn_unmatched(self._notes.given)
         again = self._again
+        self._begin()
         try:
             super()._run(last=last, stops_early=stops_early, is_last=is_last)
         except Slipped:
@@ -322,140 +307,6 @@ class SelectiveFrame(Frame):
             pack = _checking(pack, watch)
         super()._call(leaves, pack, log, is_last)
 
-    def fetch(self, slot: Slot) -> Tensor:
-        """Give the value of a slot, by replay if there is a plan."""
-        plan = self._plan
-        if plan is None or self.is_open:
-            if len(self.metas) < len(self.slots):  # a backward inside the function: it will not go as planned
-                self.metas += [None] * (len(self.slots) - len(self.metas))
-            return super().fetch(slot)
-        assert isinstance(slot, PlannedSlot)
-        if plan.sources[slot.index] is HELD:
-            assert isinstance(slot, HeldSlot)
-            return self._checked(slot, slot.held)
-        with self.lock:
-            pass_id = current_pass()
-            if self.filled_by != pass_id:
-                return self._fetch_otherwise(plan, slot, pass_id)
-            return self._fetch_now(plan, slot, pass_id)
-
-    def _fetch_otherwise(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
-        """The first request of a pass; or one in a group of passes, or from outside of any."""
-        if pass_id == -1:
-            return self._replay_one(plan, slot)
-        group = get_group()
-        key = pass_id if group is None else group
-        if self.filled_by != key:
-            self._begin_pass(plan, key, group)
-        return self._fetch_now(plan, slot, pass_id)
-
-    def _fetch_now(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
-        """A request of the pass that the replay belongs to."""
-        value = slot.value
-        if value is not None:
-            return value
-        if slot.kept is not None:
-            return self._fetch_again(plan, slot, pass_id)
-        assert self._replay is not None
-        value = self._take_from(self._replay, slot)
-        if self.keeps_graph:
-            slot.kept, slot.value = Handed(value, pass_id), None
-        else:
-            slot.value, slot.version = value, value._version  # noqa: SLF001
-        return value
-
-    def _fetch_again(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
-        """A value that was handed over in this pass, or in another one of its group."""
-        kept = slot.kept
-        assert isinstance(kept, Handed)
-        again = kept.again() if kept.pass_id == pass_id else None
-        if again is not None:
-            return again
-        if get_group() is not None and kept.pass_id != pass_id:
-            self._refuse_overlap()
-        return self._replay_one(plan, slot)
-
-    def _begin_pass(self, plan: Plan, key: Any, group: Any) -> None:
-        warn_unmatched(self._notes.given)
-        if self.was_filled:
-            self._empty()
-        self.was_filled = True
-        self.is_home = get_ident() == self.thread
-        self.keeps_graph = group is not None or pass_keeps_graph()
-        self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
-        is_last = self._is_last()
-        live = [weak() is not None for weak in self.slots]
-        self._replay = self._new_replay(plan, live, is_last=is_last)
-        ambient = self.around.restore_ambient()
-        self._is_as_before = ambient is None and not any_autocast_enabled()
-        if ambient is not None:
-            ambient.close()
-        self.filled_by = key
-        if is_last:
-            self._release()
-        if group is not None:
-            group.filled(self)
-        elif not is_last:
-            when_pass_ends(Expiry(self, key))
-
-    def _new_replay(self, plan: Plan, live: list[bool], *, is_last: bool) -> Replay:
-        assert self._bound is not None
-        if self.inputs is None:
-            self._left_over(PlannedSlot())
-        assert self.inputs is not None
-        bound = self._bound
-        if all(live):
-            uses = list(plan.uses)
-        else:
-            uses = plan.count_uses([index for index, is_live in enumerate(live) if is_live], bound.held)
-            if is_last:
-                bound.held = [held if count else None for held, count in zip(bound.held, uses, strict=True)]
-        leaves, slots = self.inputs.materialise(self.name), self.slots
-
-        def fill(index: int, value: Tensor) -> None:
-            slot = slots[index]()
-            if slot is not None:
-                slot.value, slot.version = value, value._version  # noqa: SLF001
-
-        return Replay(self.name, plan, bound, leaves, uses, is_last=is_last, fill=fill)
-
-    def _replay_one(self, plan: Plan, slot: PlannedSlot) -> Tensor:
-        """For one slot alone, and keep nothing."""
-        replay = self._new_replay(plan, [weak() is slot for weak in self.slots], is_last=False)
-        before = [(live, live.value) for live in self._live()]
-        try:
-            return self._take_from(replay, slot)
-        finally:
-            for live, value in before:
-                live.value = value
-
-    def _empty(self) -> None:
-        for slot in self._live():
-            slot.value = slot.kept = None
-
-    def _take_from(self, replay: Replay, slot: PlannedSlot) -> Tensor:
-        """The value of a slot, made under what was around forward.
-
-        Whether that stands as it stood is seen once per pass; only autocast may be switched by a node (`custom_bwd`).
-        """
-        grad_was_enabled = torch.is_grad_enabled()
-        ambient = None
-        if not self._is_as_before or any_autocast_enabled():
-            ambient = self.around.restore_ambient()
-        if grad_was_enabled:
-            set_grad_enabled(False)
-        try:
-            value = replay.take(slot.index)
-        finally:
-            if ambient is not None:
-                ambient.close()
-            if grad_was_enabled:
-                set_grad_enabled(True)
-        if value is None:  # an inner one, which is in the slot
-            value = slot.value
-            assert value is not None
-        return value
-
     def held_tensors(self) -> list[tuple[str, Any]]:
         """What it holds: arguments, and what is kept."""
         found = super().held_tensors()
@@ -464,11 +315,6 @@ class SelectiveFrame(Frame):
         if self._again is not None:
             found += [("kept", tensor) for call in self._again.shelf.calls.values() for tensor in call.tensors]
         return found
-
-    def expire(self) -> None:
-        """The pass is over."""
-        super().expire()
-        self._replay = None
 
     def _release(self) -> None:
         super()._release()
