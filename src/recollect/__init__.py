@@ -2,6 +2,7 @@
 
 from recollect import policies
 from recollect._apply.function import checkpoint, explain_mismatch
+from recollect._apply.model import Applied, apply, remove
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import (
     CaptureError,
@@ -20,6 +21,7 @@ from recollect._recompute.modules import register_state
 from recollect._recompute.values import ValueCheck
 
 __all__ = [
+    "Applied",
     "CaptureError",
     "ChangedInputError",
     "CheckpointError",
@@ -29,6 +31,7 @@ __all__ = [
     "Site",
     "TransformError",
     "ValueCheck",
+    "apply",
     "checkpoint",
     "explain",
     "explain_mismatch",
@@ -40,4 +43,5 @@ __all__ = [
     "region",
     "register_ambient",
     "register_state",
+    "remove",
 ]

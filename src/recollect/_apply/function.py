@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from recollect._apply.options import parse_choices
 from recollect._core.scope import override
 from recollect._core.units import count_noun
-from recollect._policy.base import PolicyLike, as_policy
-from recollect._recompute.frame import Options
-from recollect._recompute.match import Check, Matcher
-from recollect._recompute.region import Region
-from recollect._recompute.rng import parse_preserve
-from recollect._selective.region import SelectiveRegion
+from recollect._policy.base import PolicyLike
+from recollect._recompute.match import Check
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +61,7 @@ def checkpoint(
         fn: a function, method or module. Without it, a decorator with these options is returned.
         misplaced: nothing belongs here; the function's arguments go to the function that is returned.
         policy: which values to keep all the same: a function from a `Site` to a `Decision`, or one of
-            `recollect.policies`. None keeps nothing.
+            `recollect.policies`. None keeps nothing; in a process group of several, what collectives gave is kept.
         name: what errors and reports call the region; by default the function's name.
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
             and any `torch.Generator` among the arguments), False not to, or a collection of ``"torch"``,
@@ -119,10 +116,8 @@ def checkpoint(
         message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
         message += "call it as recollect.checkpoint(fn)(*args)"
         raise TypeError(message)
-    options = _make_options(preserve_rng=preserve_rng, early_stop=early_stop, check=check)
-    name = name or name_of(fn)
-    region = Region(name, fn, options) if policy is None else SelectiveRegion(name, fn, options, as_policy(policy))
-    call = region.call
+    choices = parse_choices(policy=policy, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
+    call = choices.region(name or name_of(fn), fn).call
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return call(args, kwargs)
@@ -133,19 +128,6 @@ def checkpoint(
         wrapper.__name__, wrapper.__qualname__ = fn.__name__, fn.__qualname__
         wrapper.__module__, wrapper.__doc__ = fn.__module__, fn.__doc__
     return wrapper
-
-
-_DEFAULTS = Options(preserve=frozenset({"torch"}), early_stop=True, matcher=Matcher())
-
-
-def _make_options(*, preserve_rng: bool | Iterable[str], early_stop: bool, check: Check) -> Options:
-    """Check a caller's options."""
-    if not isinstance(early_stop, bool):
-        message = f"early_stop={early_stop!r}: expected True or False"
-        raise ValueError(message)  # noqa: TRY004 (as for every other option)
-    if preserve_rng is True and early_stop is True and check == "metadata":
-        return _DEFAULTS
-    return Options(preserve=parse_preserve(preserve_rng), early_stop=early_stop, matcher=Matcher.parse(check))
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -73,6 +73,18 @@ def _translate_part(part: str) -> str:
     return "".join(pieces)
 
 
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def plain_path(path: str) -> str:
+    """A module's path as it is without the wrappers of torch.compile, FSDP and checkpoint_wrapper.
+
+    >>> plain_path("_orig_mod.layers.0._fsdp_wrapped_module.attn")
+    'layers.0.attn'
+    """
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED) if "_" in path else path
+
+
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The known names that read most like this one, the most alike first.
 
@@ -86,14 +98,24 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def nearest_paths(pattern: str, known: Iterable[str]) -> list[str]:
-    """The known paths to suggest for a pattern that matches none: those that read like it, then those of its depth.
+    """The known paths to suggest for a pattern that matches none.
+
+    Those that read like it, then those whose last part does, then those of its depth.
 
     >>> nearest_paths("blocks.*", ["embed", "head", "layers", "layers.0", "layers.1"])
     ['layers.0', 'layers.1']
+    >>> nearest_paths("**.attention", ["embed", "layers.0", "layers.0.attn"])[0]
+    'layers.0.attn'
     """
     paths = list(dict.fromkeys(path for path in known if path))
+    ends = nearest(_end(pattern), set(map(_end, paths)))
+    same_end = [path for path in paths if _end(path) in ends]
     same_depth = [path for path in paths if path.count(".") == pattern.count(".")]
-    return list(dict.fromkeys([*nearest(pattern, paths), *same_depth]))[:_SHOWN] or paths[:_SHOWN]
+    return list(dict.fromkeys([*nearest(pattern, paths), *same_end, *same_depth]))[:_SHOWN] or paths[:_SHOWN]
+
+
+def _end(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def quote_all(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from recollect._core.decisions import Decision, Site
 from recollect._policy.base import Policy, Verdict
-from recollect._policy.patterns import compile_pattern, nearest_paths, quote_all
+from recollect._policy.patterns import compile_pattern, nearest_paths, plain_path, quote_all
 
 
 class Place(Policy):
@@ -77,7 +77,10 @@ class SaveModules(Place):
 
 
 def _matches(pattern: str | type[nn.Module], path: str, module: Any) -> bool:
-    return compile_pattern(pattern)(path) if isinstance(pattern, str) else isinstance(module, pattern)
+    if not isinstance(pattern, str):
+        return isinstance(module, pattern)
+    matches = compile_pattern(pattern)
+    return matches(path) or matches(plain_path(path))
 
 
 def _with_parents(path: str) -> Iterator[str]:

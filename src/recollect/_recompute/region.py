@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from recollect._core.errors import CheckpointError
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.functional import run_functional
@@ -26,8 +27,13 @@ class Region:
         """The function, for whoever looks through wrappers."""
         return self.fn
 
+    @untraced
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function as a region; with grad mode off it is a plain call."""
+        """Call the function as a region; in compiled code the graph breaks here."""
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `call` does, the compiler aside; with grad mode off it is a plain call."""
         if not torch.is_grad_enabled():
             return self.fn(*args, **kwargs)
         if transforms_active():

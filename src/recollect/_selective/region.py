@@ -27,7 +27,7 @@ class SelectiveRegion(Region):
         self.policy = policy
         self._notes: Notes | None = None
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a region under the policy; with grad mode off it is a plain call.
 
         Raises:
@@ -39,7 +39,7 @@ class SelectiveRegion(Region):
                 "not allow.\nInside a transform call recollect.checkpoint without policy=."
             )
             raise TransformError(message)
-        return super().call(args, kwargs)
+        return super().run(args, kwargs)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         """Begin an execution under the policy."""
@@ -62,7 +62,7 @@ def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """What makes two calls alike: the tensors' shapes, flags and words among the arguments, training mode."""
     values = (*args, *kwargs.values())
     shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else _word(v) for v in values)
-    return getattr(fn, "training", None), shapes
+    return getattr(getattr(fn, "__self__", fn), "training", None), shapes
 
 
 def _word(value: Any) -> Any:

@@ -1,0 +1,325 @@
+"""Apply: rules meet a model, whose modules become regions without an edit."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+from weakref import ref
+
+from torch import nn
+
+from recollect._apply.applied import AppliedPlace, describe_places
+from recollect._apply.blocks import find_blocks
+from recollect._apply.options import Choices
+from recollect._apply.rules import PRESETS, Rule, Value, parse_preset, parse_rules, parse_value
+from recollect._apply.stand_in import StandIn, put, stand_in_of, take_away
+from recollect._apply.targets import Target, describe_unmatched, find_targets
+from recollect._core.decisions import Decision
+from recollect._core.units import count_noun, list_some
+from recollect._policy.base import PolicyLike
+from recollect._policy.combine import first_match
+from recollect._policy.places import save_modules
+
+_log = logging.getLogger("recollect")
+
+Rules = Mapping[Any, Value] | str | PolicyLike  # keys are `Key`s; a mapping is not covariant in them
+
+
+class Applied:
+    """What `apply` did to a model: prints as a table, and can be undone.
+
+    Attributes:
+        places: what became of each module that a rule matched, in the model's order.
+    """
+
+    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
+        self._model_name = type(model).__name__
+        self.places = tuple(places)
+        self._put: list[tuple[ref[nn.Module], StandIn]] = []
+
+    def remove(self) -> None:
+        """Take everything away: each module is as it was. Copies of the model keep theirs, see `remove`."""
+        for weak, stand_in in self._put:
+            module = weak()
+            if module is not None:
+                take_away(module, stand_in)
+        self._put.clear()
+
+    def __enter__(self) -> Self:
+        """Nothing; leaving the block removes what was applied."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        """The table."""
+        regions = sum(place.is_region for place in self.places)
+        kept = len(self.places) - regions
+        head = f"recollect.apply: {count_noun(regions, 'region')} in {self._model_name}"
+        if kept:
+            head += f", {count_noun(kept, 'module')} kept"
+        return "\n".join([head, *describe_places(self.places)])
+
+    __repr__ = __str__
+
+
+def apply(
+    model: nn.Module,
+    rules: Rules | None = None,
+    *,
+    every: int | None = None,
+    first: int | None = None,
+) -> Applied:
+    """Make modules of a model forget their activations, by name, class or predicate, without an edit.
+
+    Names, classes, state_dict, hooks and results of the model stay as they are; each matched module's ``forward``
+    becomes a region, within the module's hooks. A deep copy of the model has the same regions; a pickled model is the
+    plain one. Before or after DDP, FSDP, freezing or torch.compile makes no difference.
+
+    Args:
+        model: any module; it is changed in place.
+        rules: a mapping, of which the first key that matches a module decides for it. A key is a pattern over names
+            (``*`` stays within one dotted part, ``**`` crosses them; ``re:`` and a regular expression), a class or a
+            tuple of classes, or a function of the module (or of its name and it). A value is a `Decision`, a policy,
+            ``"full"``, ``"selective"``, or a mapping of the options of `checkpoint`. A module that is saved inside one
+            that is recomputed is not run again.
+            Or, for the model's repeated blocks: one of these values, ``"selective"`` (attention and every second
+            matrix product are kept) or ``"every:2"``. None means ``"full"``.
+        every: of the regions that the rules give, outermost ones in the model's order, only each so many-th: 2 takes
+            the first, third and so on.
+        first: only of the first so many.
+
+    Returns:
+        A handle: it prints what was applied where, and its `remove` restores the model.
+
+    Raises:
+        ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, or a rule has a
+            value it cannot have.
+        TypeError: the model is no module, or a rule is of no kind that there is.
+
+    >>> import torch, recollect
+    >>> from recollect import Decision
+    >>> from torch.nn import Linear, Sequential, TransformerEncoderLayer as Layer
+    >>> layers = [Layer(16, 2, batch_first=True) for _ in range(3)]
+    >>> model = Sequential(Linear(4, 16), *layers)
+    >>> handle = recollect.apply(model)
+    >>> handle
+    recollect.apply: 3 regions in Sequential
+    module  class                    what       rule
+    1-3     TransformerEncoderLayer  recompute  repeated blocks
+    >>> model(torch.ones(1, 5, 4)).sum().backward()
+    >>> handle.remove()
+
+    Rules compose: here each layer is recomputed, except its attention.
+
+    >>> with recollect.apply(model, {Layer: Decision.RECOMPUTE, "*.self_attn": Decision.SAVE}):
+    ...     model(torch.ones(1, 5, 4)).sum().backward()
+
+    What matches nothing is refused:
+
+    >>> recollect.apply(model, {"layers.*": Decision.RECOMPUTE})
+    Traceback (most recent call last):
+    ...
+    ValueError: pattern 'layers.*' matches no module of Sequential; near that: '*.self_attn', ...
+    """
+    if not isinstance(model, nn.Module):
+        message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {model!r}"
+        raise TypeError(message)
+    every, first = _check_count("every", every), _check_count("first", first)
+    targets = find_targets(model)
+    if isinstance(rules, Mapping):
+        chosen = _match(model, targets, parse_rules(rules))
+    else:
+        rule, preset = _parse_for_blocks(rules)
+        if preset is not None and every is not None:
+            message = f"rules={rules!r} and every={every} both say how many blocks; give one of them"
+            raise ValueError(message)
+        every = every or preset
+        chosen = _choose_blocks(model, targets, rule)
+    chosen = _thin_out(chosen, every or 1, first)
+    _check_free(chosen)
+    handle = Applied(model, [_place(target, rule) for target, rule in chosen])
+    for target, rule in chosen:
+        if rule.choices is not None:
+            choices = _keeping(rule.choices, _saved_in(target, chosen))
+            handle._put.append((ref(target.module), put(target.module, target.name, choices)))  # noqa: SLF001
+    _log.info("%s", handle)
+    return handle
+
+
+def remove(model: nn.Module) -> None:
+    """Take away all that `apply` has put into a model and its parts, whoever holds the handles.
+
+    For models that carry regions without a handle: deep copies. Where nothing was applied, nothing happens.
+
+    >>> import copy, torch, recollect
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    >>> handle = recollect.apply(model, {"0": recollect.Decision.RECOMPUTE})
+    >>> twin = copy.deepcopy(model)
+    >>> recollect.remove(twin)
+    """
+    if not isinstance(model, nn.Module):
+        message = f"recollect.remove expects a torch.nn.Module, not {type(model).__name__} {model!r}"
+        raise TypeError(message)
+    for module in model.modules():
+        while (stand_in := stand_in_of(module)) is not None:
+            take_away(module, stand_in)
+
+
+Chosen = list[tuple[Target, Rule]]
+
+
+def _check_count(option: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        message = f"{option}={value!r}: expected a whole number of at least 1"
+        raise ValueError(message)
+    return None if value is None else int(value)
+
+
+def _parse_for_blocks(rules: str | PolicyLike | None) -> tuple[Rule, int | None]:
+    """What to do with repeated blocks, as a rule that matches whatever was found."""
+    every = None
+    value: Value = Decision.RECOMPUTE if rules is None or isinstance(rules, str) else rules
+    if isinstance(rules, str):
+        value, every = parse_preset(rules)
+    elif not callable(value) and not isinstance(value, Decision):
+        message = (
+            f"rules: expected a mapping from name pattern, class or predicate to what is to be done, one of "
+            f"{', '.join(map(repr, PRESETS))}, a recollect.Decision or a policy; not {type(rules).__name__} {rules!r}"
+        )
+        raise TypeError(message)
+    choices, what = parse_value(value)
+    return Rule(matches=lambda name, module: True, choices=choices, text="repeated blocks", what=what), every
+
+
+def _match(model: nn.Module, targets: list[Target], rules: list[Rule]) -> Chosen:
+    """For each module the first rule that matches it; every rule must match something.
+
+    Raises:
+        ValueError: one does not.
+    """
+    chosen: Chosen = []
+    matched: dict[int, list[Target]] = {index: [] for index in range(len(rules))}
+    decides = [False] * len(rules)
+    for target in targets:
+        found = [index for index, rule in enumerate(rules) if _is_meant(rule, target)]
+        for index in found:
+            matched[index].append(target)
+        if found and target.is_called:
+            chosen.append((target, rules[found[0]]))
+            decides[found[0]] = True
+    for index, rule in enumerate(rules):
+        if not any(target.is_called for target in matched[index]):
+            raise ValueError(_describe_no_match(model, targets, rule, matched[index]))
+        if not decides[index]:
+            message = f"rule {rule.text} decides nothing: earlier rules match all of its modules. Put it before them"
+            warnings.warn(message, UserWarning, stacklevel=3)
+    return chosen
+
+
+def _is_meant(rule: Rule, target: Target) -> bool:
+    return any(rule.matches(name, module) for name in target.names for module in target.chain)
+
+
+def _describe_no_match(model: nn.Module, targets: list[Target], rule: Rule, lists: list[Target]) -> str:
+    if lists:
+        names = list_some([f"'{target.name}'" for target in lists])
+        inner = f"'{lists[0].name}.*'"
+        kind = type(lists[0].chain[-1]).__name__
+        return (
+            f"rule {rule.text} matches {names} of {type(model).__name__} only: a {kind} is never called itself. "
+            f"Its modules are {inner}"
+        )
+    if rule.pattern is not None:
+        return describe_unmatched(rule.pattern, model, targets)
+    classes = list(dict.fromkeys(type(target.chain[-1]).__name__ for target in targets if target.is_called))
+    return f"rule {rule.text} matches no module of {type(model).__name__}; classes there: {list_some(classes)}"
+
+
+def _choose_blocks(model: nn.Module, targets: list[Target], rule: Rule) -> Chosen:
+    """The model's repeated blocks.
+
+    Raises:
+        ValueError: there are none.
+    """
+    blocks = set(find_blocks(model))
+    chosen = [(target, rule) for target in targets if blocks.intersection(target.chain)]
+    if not chosen:
+        largest = sorted((t for t in targets if t.name and t.is_called), key=_count_parameters, reverse=True)
+        near = list_some([f"'{target.name}'" for target in largest], most=4)
+        message = (
+            f"{type(model).__name__} has no repeated blocks: no ModuleList or Sequential holds several modules of one "
+            "class that are more than a layer of torch.\n"
+            "Name the modules to recompute: recollect.apply(model, {'name': recollect.Decision.RECOMPUTE}). "
+            + (f"Its largest are {near}" if near else "It has no modules inside: use recollect.checkpoint(model)")
+        )
+        raise ValueError(message)
+    return chosen
+
+
+def _count_parameters(target: Target) -> int:
+    return sum(parameter.numel() for parameter in target.chain[-1].parameters())
+
+
+def _thin_out(chosen: Chosen, every: int, first: int | None) -> Chosen:
+    """Leave out regions, and whatever lies inside of those that are left out."""
+    if every == 1 and first is None:
+        return chosen
+    regions = [target for target, rule in chosen if rule.choices is not None]
+    outermost = [target for target in regions if not any(target.is_inside(other) for other in regions)]
+    stay = outermost[slice(0, first, every)]
+    gone = [target for target in outermost if target not in stay]
+    return [
+        (target, rule)
+        for target, rule in chosen
+        if target not in gone and not any(target.is_inside(other) for other in gone)
+    ]
+
+
+def _check_free(chosen: Chosen) -> None:
+    """Refuse modules that cannot be made regions."""
+    for target, rule in chosen:
+        if rule.choices is None:
+            continue
+        why = target.refusal
+        if why is None and stand_in_of(target.module) is not None:
+            why = "it is a region already, by an earlier recollect.apply: remove that one first (handle.remove())"
+        if why is not None:
+            message = f"module '{target.name}' ({type(target.module).__name__}) cannot be made a region: {why}"
+            raise ValueError(message)
+
+
+def _saved_in(region: Target, chosen: Chosen) -> list[str]:
+    """Paths, as seen from a region, of the modules in it that are to be kept, and in no region nearer to them."""
+    others = [target for target, rule in chosen if rule.choices is not None and target is not region]
+    inner = [target for target in others if target.is_inside(region)]
+    return [
+        path
+        for target, rule in chosen
+        if rule.choices is None and target.is_inside(region) and not any(target.is_inside(other) for other in inner)
+        for path in target.paths_in(region)
+    ]
+
+
+def _keeping(choices: Choices, paths: list[str]) -> Choices:
+    if not paths:
+        return choices
+    kept = save_modules(*paths)
+    return replace(choices, policy=kept if choices.policy is None else first_match(kept, choices.policy))
+
+
+def _place(target: Target, rule: Rule) -> AppliedPlace:
+    return AppliedPlace(
+        name=target.name,
+        class_name=type(target.chain[-1]).__name__,
+        what=rule.what,
+        rule=rule.text,
+        is_region=rule.choices is not None,
+    )

@@ -1,0 +1,176 @@
+"""Rules: which modules of a model are meant, and what is to become of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from recollect._apply.options import Choices, parse_mapping
+from recollect._core.decisions import Decision
+from recollect._policy.base import Policy, PolicyLike, as_policy, name_function
+from recollect._policy.combine import first_match
+from recollect._policy.patterns import compile_pattern
+from recollect._policy.rules import save_attention, save_every
+
+Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[..., bool]
+"""Which modules: a pattern over names, a class or several, or a function of the module, or of its name and it."""
+
+Value = str | PolicyLike | Mapping[str, Any]
+"""What becomes of them: a decision, a policy, ``"full"`` or ``"selective"``, or options of `recollect.checkpoint`."""
+
+PRESETS = ("full", "selective", "every:N")
+
+_selective = first_match(save_attention, save_every(("aten.mm.default", "aten.addmm.default"), 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of the rules that a model is given."""
+
+    matches: Callable[[str, nn.Module], bool]
+    choices: Choices | None
+    """How to make the region; None to keep the module's results as they are."""
+    text: str
+    """The rule's key in words, as its user wrote it."""
+    what: str
+    """What it does, in words."""
+    pattern: str | None = None
+    """The pattern, if it is one."""
+
+
+def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
+    """Check rules and give them in their order.
+
+    Raises:
+        ValueError: there is none, or one has a value it cannot have.
+        TypeError: a key or value is of no kind that there is.
+    """
+    if not rules:
+        message = "the rules are empty; leave them out to recompute the model's repeated blocks"
+        raise ValueError(message)
+    return [_parse_rule(key, value) for key, value in rules.items()]
+
+
+def _parse_rule(key: Key, value: Value) -> Rule:
+    text = _describe_key(key)
+    try:
+        choices, what = parse_value(value)
+    except (ValueError, TypeError) as error:
+        message = f"rule {text}: {error}"
+        raise type(error)(message) from None
+    pattern = key if isinstance(key, str) else None
+    return Rule(matches=_parse_key(key), choices=choices, text=text, what=what, pattern=pattern)
+
+
+def parse_value(value: Value) -> tuple[Choices | None, str]:
+    """How to make regions, or None to keep modules as they are; and what that is in words.
+
+    Raises:
+        ValueError: it has a value it cannot have.
+        TypeError: it is of no kind that there is.
+    """
+    if isinstance(value, str):
+        if value == "full":
+            value = Decision.RECOMPUTE
+        elif value == "selective":
+            value = _selective
+        else:
+            message = f"{value!r} is nothing that can be done; there are 'full' and 'selective'"
+            raise ValueError(message)
+    if value is Decision.SAVE:
+        return None, "save"
+    if value is Decision.RECOMPUTE:
+        return Choices(), "recompute"
+    if value is Decision.OFFLOAD:
+        message = "Decision.OFFLOAD cannot be carried out yet; use Decision.RECOMPUTE, Decision.SAVE or a policy"
+        raise ValueError(message)
+    if isinstance(value, Mapping):
+        choices = parse_mapping(value)
+        words = ", ".join(f"{name}={option!r}" for name, option in value.items() if name != "policy")
+        return choices, f"{_describe(choices.policy)} ({words})" if words else _describe(choices.policy)
+    policy = as_policy(value)
+    return Choices(policy=policy), _describe(policy)
+
+
+def _describe(policy: Policy | None) -> str:
+    if policy is None:
+        return "recompute"
+    return "recompute under selective" if policy is _selective else f"recompute under {policy}"
+
+
+def _describe_key(key: object) -> str:
+    if isinstance(key, str):
+        return repr(key)
+    if isinstance(key, type):
+        return key.__name__
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_describe_key, key))})"
+    return name_function(key) if callable(key) else repr(key)
+
+
+def _parse_key(key: Key) -> Callable[[str, nn.Module], bool]:
+    """The test of a module's name and the module."""
+    if isinstance(key, str):
+        matches = compile_pattern(key)
+        return lambda name, module: bool(name) and matches(name)
+    if _is_classes(key if isinstance(key, tuple) else (key,)):
+        kinds: Any = key
+        return lambda name, module: isinstance(module, kinds)
+    if isinstance(key, type | tuple) or not callable(key):
+        message = (
+            f"rule {_describe_key(key)}: expected a pattern over module names, a subclass of torch.nn.Module (or a "
+            f"tuple of them), or a function of the module; not {type(key).__name__} {key!r}"
+        )
+        raise TypeError(message)
+    ask: Any = key
+    if _takes_name(key):
+        return lambda name, module: bool(ask(name, module))
+    return lambda name, module: bool(ask(module))
+
+
+def _is_classes(keys: Iterable[object]) -> bool:
+    found = list(keys)
+    return bool(found) and all(isinstance(key, type) and issubclass(key, nn.Module) for key in found)
+
+
+def _takes_name(ask: Callable[..., Any]) -> bool:
+    """Whether a function wants two arguments, so that the module's name is meant to come first."""
+    try:
+        parameters = inspect.signature(ask).parameters.values()
+    except (ValueError, TypeError):  # a builtin without one
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
+
+
+def parse_preset(text: str) -> tuple[Value, int | None]:
+    """What one of the ready-made words means: what to do, and to every how many-th block.
+
+    Raises:
+        ValueError: there is no such word.
+
+    >>> parse_preset("every:3")
+    ('full', 3)
+    >>> parse_preset("layers.*")
+    Traceback (most recent call last):
+    ...
+    ValueError: 'layers.*' is none of the ready-made rules: 'full', 'selective', 'every:N'.
+    To name modules, write {'layers.*': recollect.Decision.RECOMPUTE}
+    """
+    if text in ("full", "selective"):
+        return text, None
+    word, colon, number = text.partition(":")
+    if word == "every" and colon:
+        if number.isascii() and number.isdigit() and int(number) > 0:
+            return "full", int(number)
+        message = f"{text!r}: expected a whole number of at least 1 after 'every:', as in 'every:2'"
+        raise ValueError(message)
+    message = (
+        f"{text!r} is none of the ready-made rules: {', '.join(map(repr, PRESETS))}.\n"
+        f"To name modules, write {{{text!r}: recollect.Decision.RECOMPUTE}}"
+    )
+    raise ValueError(message)

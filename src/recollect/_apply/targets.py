@@ -1,0 +1,109 @@
+"""The modules of a model as rules see them: by name, whatever wrappers stand around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import jit, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from recollect._apply.blocks import CONTAINERS
+from recollect._policy.patterns import nearest_paths, plain_path, quote_all
+
+_COMPILED = "_orig_mod"
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A place in a model: one module, or one and the wrappers around it."""
+
+    names: tuple[str, ...]
+    """Where it is found, without wrappers; several if it is shared."""
+    chain: tuple[nn.Module, ...]
+    """The wrappers, outermost first, and the module itself."""
+
+    @property
+    def name(self) -> str:
+        """Where it is found first."""
+        return self.names[0]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that a region is made of: within FSDP's wrapper, around torch.compile's."""
+        for module in self.chain:
+            if _COMPILED in vars(module)["_modules"]:
+                return module
+        return self.chain[-1]
+
+    @property
+    def is_called(self) -> bool:
+        """Whether its calls can be seen: a list of modules has none."""
+        return not isinstance(self.chain[-1], CONTAINERS)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no region can be made of it; None if one can."""
+        if any(_CHECKPOINTED in vars(module)["_modules"] for module in self.chain):
+            wrapper = next(type(m).__name__ for m in self.chain if _CHECKPOINTED in vars(m)["_modules"])
+            return f"it is wrapped in a {wrapper} already: take that away, or leave this module out"
+        if isinstance(self.chain[-1], jit.ScriptModule):
+            return "it is compiled by TorchScript: apply before torch.jit.script"
+        return None
+
+    def is_inside(self, other: Target) -> bool:
+        """Whether it is a part of another one."""
+        return any(
+            name != around and (not around or name.startswith(f"{around}."))
+            for name in self.names
+            for around in other.names
+        )
+
+    def paths_in(self, other: Target) -> list[str]:
+        """Its names as seen from another one around it."""
+        return list(
+            dict.fromkeys(
+                name.removeprefix(f"{around}.") if around else name
+                for name in self.names
+                for around in other.names
+                if name != around and (not around or name.startswith(f"{around}."))
+            )
+        )
+
+
+def find_targets(model: nn.Module) -> list[Target]:
+    """All modules of a model, in its own order."""
+    chains: dict[str, list[nn.Module]] = {}
+    for name, module in _walk(model, "", ()):
+        chains.setdefault(name, []).append(module)
+    names: dict[nn.Module, list[str]] = {}
+    for name, chain in chains.items():
+        names.setdefault(chain[-1], []).append(name)
+    return [Target(names=tuple(found), chain=tuple(chains[found[0]])) for found in names.values()]
+
+
+def _walk(module: nn.Module, name: str, around: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Each module with its name, under all of its names; not again inside itself."""
+    if module in around:
+        return
+    yield name, module
+    is_replicated = isinstance(module, DistributedDataParallel | DataParallel)
+    for part, child in vars(module)["_modules"].items():
+        if child is not None:
+            plain = "" if is_replicated and part == "module" else plain_path(part)
+            yield from _walk(child, ".".join(filter(None, (name, plain))), (*around, module))
+
+
+def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) -> str:
+    """What to say of a pattern that matches no module."""
+    names = [name for target in targets if target.is_called for name in target.names if name]
+    near = list(dict.fromkeys(map(_generalise, nearest_paths(_generalise(pattern), map(_generalise, names)))))
+    found = f"; near that: {quote_all(near[:_MOST_SHOWN])}" if near else ", which has none inside"
+    return f"pattern {pattern!r} matches no module of {type(model).__name__}{found}"
+
+
+def _generalise(name: str) -> str:
+    """``layers.3.attn`` -> ``layers.*.attn``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,27 @@
+"""Keeps Dynamo out of the engine: what it must not trace runs as it is written.
+
+Would be replaced by: a `torch.compiler.disable` that does not import all of torch._dynamo (about 2 s).
+Run on: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(fn: F) -> F:
+    """The function, at which torch.compile breaks its graph to run it, and all that it calls, as written.
+
+    Costs nothing: whether a frame is to be compiled is asked before it runs, of its code.
+    """
+    marks: Any = fn
+    set_code_exec_strategy(marks.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    marks._torchdynamo_disable = True
+    marks._torchdynamo_disable_msg = "a region of recollect"
+    marks._torchdynamo_disable_recursive = True
+    return fn

@@ -1,0 +1,257 @@
+"""What rules mean, and what is said where they mean nothing."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect import Decision, compat, policies
+from tests.models import GPT, MODELS, Block, Looped, MoE
+
+RECOMPUTE, SAVE = Decision.RECOMPUTE, Decision.SAVE
+
+
+def places(model: nn.Module, rules: Any = None, **options: Any) -> dict[str, str]:
+    """What is applied where; the model is left as it was."""
+    with recollect.apply(model, rules, **options) as handle:
+        return {place.name: place.what for place in handle.places}
+
+
+def regions(model: nn.Module, rules: Any = None, **options: Any) -> list[str]:
+    return [name for name, what in places(model, rules, **options).items() if what != "save"]
+
+
+def test_a_star_stays_within_one_part() -> None:
+    assert regions(GPT(), {"layers.*": RECOMPUTE}) == [f"layers.{n}" for n in range(4)]
+    assert regions(GPT(layers=1), {"layers.**": RECOMPUTE})[:3] == ["layers.0", "layers.0.norm1", "layers.0.norm2"]
+    assert regions(GPT(), {"**.attn": RECOMPUTE}) == [f"layers.{n}.attn" for n in range(4)]
+
+
+def test_a_regular_expression_is_matched_as_a_whole() -> None:
+    assert regions(GPT(), {r"re:layers\.[02]": RECOMPUTE}) == ["layers.0", "layers.2"]
+
+
+def test_a_class_matches_its_instances() -> None:
+    assert regions(GPT(), {Block: RECOMPUTE}) == [f"layers.{n}" for n in range(4)]
+    assert len(regions(GPT(), {(nn.Linear, nn.LayerNorm): RECOMPUTE})) == 4 * 6 + 2
+    assert regions(Block(8), {Block: RECOMPUTE}) == [""]
+
+
+def test_a_predicate_is_asked_with_the_module_or_with_its_name_too() -> None:
+    assert regions(GPT(), {lambda module: isinstance(module, Block): RECOMPUTE}) == [f"layers.{n}" for n in range(4)]
+    assert regions(GPT(), {lambda name, module: name == "layers.2": RECOMPUTE}) == ["layers.2"]
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    rules = {"layers.0": SAVE, "layers.*": RECOMPUTE}
+    assert places(GPT(layers=2), rules) == {"layers.0": "save", "layers.1": "recompute"}
+
+
+def test_a_rule_that_comes_too_late_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"rule 'layers.0' decides nothing: earlier rules match all of its modules"):
+        places(GPT(), {"layers.*": RECOMPUTE, "layers.0": SAVE})
+
+
+def test_rules_for_inner_modules_compose_with_those_for_outer_ones() -> None:
+    found = places(GPT(layers=1), {"layers.*": RECOMPUTE, "layers.*.attn": SAVE, "layers.*.mlp": policies.save_matmuls})
+    assert found == {
+        "layers.0": "recompute",
+        "layers.0.attn": "save",
+        "layers.0.mlp": "recompute under save_matmuls",
+    }
+
+
+def test_every_and_first_count_outermost_regions_in_the_models_order() -> None:
+    model = GPT(layers=6)
+    assert regions(model, every=2) == ["layers.0", "layers.2", "layers.4"]
+    assert regions(model, "every:3") == ["layers.0", "layers.3"]
+    assert regions(model, first=2) == ["layers.0", "layers.1"]
+    assert regions(model, every=2, first=3) == ["layers.0", "layers.2"]
+    nested = {"layers.*": RECOMPUTE, "layers.*.mlp": RECOMPUTE, "layers.*.attn": SAVE}
+    assert list(places(model, nested, every=4)) == [
+        *("layers.0", "layers.0.attn", "layers.0.mlp"),
+        *("layers.4", "layers.4.attn", "layers.4.mlp"),
+    ]
+    assert regions(model, first=100) == [f"layers.{n}" for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "what"),
+    [
+        (None, "recompute"),
+        ("full", "recompute"),
+        ("selective", "recompute under selective"),
+        (RECOMPUTE, "recompute"),
+        (policies.save_matmuls, "recompute under save_matmuls"),
+    ],
+)
+def test_without_names_repeated_blocks_are_meant(rules: Any, what: str) -> None:
+    assert places(GPT(), rules) == dict.fromkeys((f"layers.{n}" for n in range(4)), what)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    {
+        "gpt": ["layers.0", "layers.1", "layers.2", "layers.3"],
+        "moe": ["blocks.0", "blocks.1", "blocks.2"],
+        "unet": ["down1", "down2", "middle", "up2", "up1"],
+        "vit": ["encoder.0", "encoder.1", "encoder.2"],
+        "stages": [*(f"stages.0.blocks.{n}" for n in range(2)), *(f"stages.1.blocks.{n}" for n in range(3))],
+        "translator": [f"transformer.{half}.layers.{n}" for half in ("encoder", "decoder") for n in range(2)],
+        "convolutional": ["0", "1", "3", "4"],
+    }.items(),
+)
+def test_blocks_are_found(kind: str, blocks: list[str]) -> None:
+    model, _ = MODELS[kind]()
+    assert regions(model) == blocks
+
+
+def test_dense_layers_among_sparse_ones_are_blocks_too() -> None:
+    model = MoE()
+    block: Any = model.blocks[0]
+    block.experts = block.experts[:1]
+    assert regions(model) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_layers_that_are_parametrized_are_no_blocks() -> None:
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU(), weight_norm(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="Sequential has no repeated blocks"):
+        recollect.apply(model)
+
+
+def test_what_was_done_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="recollect"), recollect.apply(GPT()) as handle:
+        assert caplog.messages == [str(handle)]
+
+
+def test_the_handle_prints_a_table() -> None:
+    rules: Any = {"layers.1.attn": SAVE, "layers.*": RECOMPUTE, nn.Embedding: {"early_stop": False}}
+    with recollect.apply(GPT(layers=3), rules) as handle:
+        assert (
+            str(handle)
+            == repr(handle)
+            == """\
+recollect.apply: 4 regions in GPT, 1 module kept
+module         class      what                          rule
+embed          Embedding  recompute (early_stop=False)  Embedding
+layers.0-2     Block      recompute                     'layers.*'
+layers.1.attn  Attention  save                          'layers.1.attn'"""
+        )
+
+
+def test_a_shared_module_is_found_by_each_of_its_names() -> None:
+    shared = Block(8)
+    model = nn.ModuleDict({"first": shared, "second": shared, "third": Block(8)})
+    assert regions(model, {"second": RECOMPUTE}) == ["first"]
+    assert regions(model, {"*": RECOMPUTE}) == ["first", "third"]
+
+
+def test_a_module_inside_itself_is_no_trap() -> None:
+    model = nn.Sequential(Block(8), Block(8))
+    model[0].parent = model
+    assert regions(model, {"*": RECOMPUTE})[:1] == ["0"]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({"layer.*": RECOMPUTE}, "pattern 'layer.*' matches no module of GPT; near that: 'layers.*'"),
+        ({"layers.9": RECOMPUTE}, "pattern 'layers.9' matches no module of GPT; near that: 'layers.*'"),
+        ({"**.attention": RECOMPUTE}, "near that: 'layers.*.attn"),
+        ({nn.Conv2d: RECOMPUTE}, "rule Conv2d matches no module of GPT; classes there: GPT, Embedding, Block"),
+        ({lambda m: False: RECOMPUTE}, "matches no module of GPT; classes there"),
+        ({"layers": RECOMPUTE}, "rule 'layers' matches 'layers' of GPT only: a ModuleList is never called itself"),
+        ({}, "the rules are empty; leave them out to recompute the model's repeated blocks"),
+        ({"layers.*": "fast"}, "rule 'layers.*': 'fast' is nothing that can be done; there are 'full' and 'selective'"),
+        ({"layers.*": Decision.OFFLOAD}, "rule 'layers.*': Decision.OFFLOAD cannot be carried out yet"),
+        ({"layers.*": {"earlystop": 1}}, "rule 'layers.*': no option is named 'earlystop'; near that: 'early_stop'"),
+        ({"layers.*": {"check": "x"}}, "rule 'layers.*': check='x': expected"),
+        ({"re:(": RECOMPUTE}, "pattern 're:(' is not a regular expression"),
+        ("layers.*", "'layers.*' is none of the ready-made rules: 'full', 'selective', 'every:N'"),
+        ("every:0", "'every:0': expected a whole number of at least 1"),
+        ("every:x", "'every:x': expected a whole number of at least 1"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_refused(rules: Any, text: str) -> None:
+    model = GPT()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared)
+        recollect.apply(model, rules)
+    assert text in str(caught.value)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({3: RECOMPUTE}, "rule 3: expected a pattern over module names, a subclass of torch.nn.Module"),
+        ({int: RECOMPUTE}, "rule int: expected a pattern"),
+        ({"layers.*": 3}, "rule 'layers.*': expected a policy"),
+        (3, "rules: expected a mapping from name pattern, class or predicate to what is to be done"),
+        (["layers.*"], "rules: expected a mapping"),
+    ],
+)
+def test_a_rule_of_no_kind_is_refused(rules: Any, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        recollect.apply(GPT(), rules)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"first": 0}, {"every": 1.5}, {"first": True}, {"every": "2"}])
+def test_a_count_must_be_one_or_more(options: Any) -> None:
+    (option,) = options
+    with pytest.raises(ValueError, match=f"{option}=.*: expected a whole number of at least 1"):
+        recollect.apply(GPT(), **options)
+
+
+def test_two_words_for_every_are_one_too_many() -> None:
+    with pytest.raises(ValueError, match="rules='every:2' and every=3 both say how many blocks"):
+        recollect.apply(GPT(), "every:2", every=3)
+
+
+def test_a_model_without_blocks_says_what_it_has() -> None:
+    model, _ = MODELS["tagger"]()
+    with pytest.raises(ValueError, match=r"(?s)Tagger has no repeated blocks.*Its largest are 'lstm', 'cell', 'rnn'"):
+        recollect.apply(model)
+    with pytest.raises(ValueError, match=r"It has no modules inside: use recollect.checkpoint\(model\)"):
+        recollect.apply(nn.Linear(2, 2))
+
+
+def test_the_first_argument_is_a_model() -> None:
+    with pytest.raises(TypeError, match=r"recollect.apply expects a torch.nn.Module first, not dict"):
+        recollect.apply({"layers.*": RECOMPUTE})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"recollect.remove expects a torch.nn.Module, not str"):
+        recollect.remove("model")  # type: ignore[arg-type]
+
+
+def test_a_module_is_applied_to_once() -> None:
+    model = GPT()
+    handle = recollect.apply(model, {"layers.0": RECOMPUTE})
+    with pytest.raises(
+        ValueError, match=r"module 'layers.0' \(Block\) cannot be made a region: it is a region already"
+    ):
+        recollect.apply(model)
+    assert [n for n, module in model.named_modules() if "forward" in vars(module)] == ["layers.0"]
+    recollect.apply(model, {"layers.1": RECOMPUTE})
+    handle.remove()
+    recollect.apply(model, {"layers.0": RECOMPUTE})
+
+
+def test_what_is_wrapped_already_is_refused() -> None:
+    model = Looped()
+    model.block = compat.checkpoint_wrapper(model.block)
+    with pytest.raises(ValueError, match=r"module 'block' .* it is wrapped in a CheckpointWrapper already"):
+        recollect.apply(model, {"block": RECOMPUTE})
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_scripted_modules_are_refused() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="compiled by TorchScript"):
+        recollect.apply(model, {"0": RECOMPUTE})
