@@ -244,7 +244,7 @@ def test_a_module_is_applied_to_once() -> None:
 
 
 def test_what_is_wrapped_already_is_refused() -> None:
-    model = Looped()
+    model: Any = Looped()
     model.block = compat.checkpoint_wrapper(model.block)
     with pytest.raises(ValueError, match=r"module 'block' .* it is wrapped in a CheckpointWrapper already"):
         recollect.apply(model, {"block": RECOMPUTE})

@@ -692,3 +692,18 @@ def test_every_exception_is_public_and_described(name: str) -> None:
 def test_compat_names_the_same_checkpoint_error() -> None:
     assert compat.CheckpointError is recollect.CheckpointError
     assert sys.modules["recollect"] is recollect
+
+
+def test_a_mismatch_names_objects_that_the_function_may_have_changed() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[Tensor] = []
+
+    def attend(x: Tensor, *, cache: Cache) -> Tensor:
+        cache.keys.append(x)
+        return torch.cat(cache.keys).sin().exp()
+
+    out = recollect.checkpoint(attend)(torch.ones(2, requires_grad=True), cache=Cache())
+    with pytest.raises(recollect.MismatchError) as caught:
+        out.sum().backward()
+    assert "Or it changed an object among its arguments (Cache), which recomputation is given as" in str(caught.value)

@@ -288,6 +288,12 @@ def _check_free(chosen: Chosen) -> None:
     for target, rule in chosen:
         if rule.choices is None:
             continue
+        if target.is_compiled and (kept := _saved_in(target, chosen)):
+            message = (
+                f"module '{kept[0]}' of '{target.name}' cannot be kept: '{target.name}' is compiled, and its parts are "
+                "not called one by one.\nApply the rules before torch.compile, or leave this one out"
+            )
+            raise ValueError(message)
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:
             why = "it is a region already, by an earlier recollect.apply: remove that one first (handle.remove())"

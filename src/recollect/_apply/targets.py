@@ -44,6 +44,11 @@ class Target:
         return not isinstance(self.chain[-1], CONTAINERS)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether its inside is code of torch.compile, in which calls of modules cannot be seen."""
+        return any(_COMPILED in vars(module)["_modules"] for module in self.chain)
+
+    @property
     def refusal(self) -> str | None:
         """Why no region can be made of it; None if one can."""
         if any(_CHECKPOINTED in vars(module)["_modules"] for module in self.chain):

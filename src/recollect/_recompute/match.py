@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from recollect._core.errors import MismatchError
 from recollect._core.torch_private.dispatch import without_dispatch_modes
-from recollect._core.units import count_noun, format_bytes
+from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._recompute.frame import StopRecomputation, observe, read_meta
 from recollect._recompute.oplog import OpLog, compare_logs
 from recollect._recompute.values import Evidence, ValueCheck
@@ -29,6 +31,7 @@ _SHOWN = 5
 _WHY = (
     "The function read something that changed in between: a global, a random generator, or the shape of another input."
 )
+_FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType)
 _HOW = "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
 
 
@@ -204,7 +207,7 @@ class Recorder:
         if self.log is not None and frame.log is not None:
             parts.append(compare_logs(frame.log, self.log))
         else:
-            parts.extend((_WHY, _HOW))
+            parts.extend((_WHY, *_describe_objects(self._leaves), _HOW))
         raise MismatchError("\n".join(parts))
 
     def _compare_values(self) -> None:
@@ -227,6 +230,19 @@ class Recorder:
                 self._differ.append((index, f"has other values in recomputation than in forward, {how}{kept}"))
                 break
         self._differ.sort(key=lambda item: item[0])
+
+
+def _describe_objects(leaves: list[Any]) -> list[str]:
+    """A line about arguments that a run may change, if there are any: both runs were given the same object."""
+    kinds = dict.fromkeys(type(leaf) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, _FIXED))
+    if not kinds:
+        return []
+    names = list_some([kind.__name__ for kind in kinds])
+    line = (
+        f"Or it changed an object among its arguments ({names}), which recomputation is given as forward left it. A "
+        "cache of keys and values is switched off by use_cache=False in Transformers."
+    )
+    return [line]
 
 
 def _describe_meta(meta: list[Any]) -> str:
