@@ -1,4 +1,4 @@
-"""Trains a small GPT plain, with `recollect.checkpoint` around each block, and under a policy, and compares the three.
+"""Trains a small GPT plain, with `recollect.apply` to its blocks, and under a policy, and compares the three.
 
     python examples/demo.py
 
@@ -10,9 +10,8 @@ products and attention: some of the memory for some of the time.
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,13 +28,8 @@ DIM, HEADS, LAYERS, DROPOUT = 128, 4, 5, 0.1
 ALPHABET = "0123456789+=; "
 DEAR = policies.first_match(policies.save_matmuls, policies.save_attention)
 
-Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
-"""What is done to a block before it is called."""
-WRAPS: dict[str, Wrap] = {
-    "plain": lambda block: block,
-    "recollect": recollect.checkpoint,
-    "with policy": partial(recollect.checkpoint, policy=DEAR),
-}
+RULES: dict[str, Any] = {"plain": None, "recollect": "full", "with policy": DEAR}
+"""What is applied to the model, which knows nothing of it; its blocks are found."""
 
 
 class Block(nn.Module):
@@ -61,9 +55,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next character."""
 
-    def __init__(self, wrap: Wrap) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.wrap = wrap
         self.embed, self.position = nn.Embedding(len(ALPHABET), DIM), nn.Embedding(TOKENS, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, len(ALPHABET))
@@ -71,7 +64,7 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.position.weight
         for block in self.blocks:
-            x = self.wrap(block)(x)
+            x = block(x)
         return self.head(self.norm(x))
 
 
@@ -99,9 +92,11 @@ class Run:
     peak_bytes: int
 
 
-def train(wrap: Wrap) -> Run:
+def train(rules: Any) -> Run:
     torch.manual_seed(0)
-    model = GPT(wrap)
+    model = GPT()
+    if rules is not None:
+        recollect.apply(model, rules)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(batch: Tensor) -> float:
@@ -126,7 +121,7 @@ def train(wrap: Wrap) -> Run:
 
 
 def main() -> None:
-    runs = {name: train(wrap) for name, wrap in WRAPS.items()}
+    runs = {name: train(rules) for name, rules in RULES.items()}
     plain, *others = runs.values()
 
     table = Table(title=f"GPT of {LAYERS} blocks, {STEPS} training steps", title_justify="left")

@@ -41,6 +41,10 @@ RULES: dict[str, Callable[[str], Any]] = {
     "selective": lambda name: {name: "selective"},
     "options": lambda name: {name: {"check": "values", "early_stop": False}},
     "nested": lambda name: {name: Decision.RECOMPUTE, is_out_of_place: Decision.RECOMPUTE},
+    "saved in nested": lambda name: {
+        (nn.Linear, nn.Conv2d, nn.LSTM): Decision.SAVE,
+        is_out_of_place: Decision.RECOMPUTE,
+    },
     "inner saved": lambda name: {name: Decision.RECOMPUTE, (nn.Linear, nn.Conv2d, nn.LSTM): Decision.SAVE},
 }
 
@@ -238,3 +242,17 @@ def test_flops_run_again_are_those_of_the_modules_named() -> None:
         with recollect.apply(model, every=every, first=among):
             assert flops_of_step(model, inputs) - plain == count * (once - last)
     assert flops_of_step(model, inputs) == plain
+
+
+def test_a_saved_module_is_not_run_again_by_any_region_around_it() -> None:
+    model, inputs = build("gpt")
+    runs: list[bool] = []
+    for name, module in model.named_modules():
+        if name.endswith("qkv"):
+            module.register_forward_pre_hook(lambda *_: runs.append(recollect.is_recomputing()))
+    rules = {"**.qkv": Decision.SAVE, "layers.*": Decision.RECOMPUTE, "layers.*.attn": Decision.RECOMPUTE}
+    with recollect.apply(model, rules):
+        for _ in range(3):
+            runs.clear()
+            step(model, inputs)
+            assert runs == [False] * 4

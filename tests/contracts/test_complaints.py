@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 import recollect
 from recollect import compat
 from recollect._profile.memory import LiveBytes
+from tests.models import GPT
 from tests.watching import Counted, Operators, backward, what_is_in_force
 
 # torch itself scripts some decompositions when the first dual number is made.
@@ -1327,6 +1328,25 @@ def test_complaint_44_kernels_of_ones_own_are_kept_as_a_unit(way: str) -> None:
         Kernel.launches = 0
         assert_same(gradients(lambda: region(x).sum(), [x], seed=seed), plain)  # noqa: B023
         assert Kernel.launches == 1
+
+
+def test_complaint_41_layers_are_chosen_to_fill_the_memory() -> None:
+    # All or nothing: checkpointing was switched on for every layer, though memory was short by one layer only.
+    model, tokens = GPT(width=32, layers=4), torch.zeros(8, 32, dtype=torch.long)
+    peaks = []
+    for count in range(5):
+        handle = None if count == 0 else recollect.apply(model, first=count)
+        model.zero_grad()
+        with LiveBytes() as meter:
+            backward(model(tokens).sum())
+        peaks.append(meter.peak_bytes)
+        if handle is not None:
+            handle.remove()
+    layer = peaks[0] - peaks[1]
+    assert layer > 0
+    # Each layer more frees as much as the first, as long as the peak is not in the recomputation itself.
+    assert all(abs(one - two - layer) < layer / 10 for one, two in zip(peaks[:3], peaks[1:4], strict=True))
+    assert peaks == sorted(peaks, reverse=True)
 
 
 @torch.library.custom_op("recollect_tests::scaled_sin", mutates_args=())

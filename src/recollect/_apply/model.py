@@ -303,15 +303,9 @@ def _check_free(chosen: Chosen) -> None:
 
 
 def _saved_in(region: Target, chosen: Chosen) -> list[str]:
-    """Paths, as seen from a region, of the modules in it that are to be kept, and in no region nearer to them."""
-    others = [target for target, rule in chosen if rule.choices is not None and target is not region]
-    inner = [target for target in others if target.is_inside(region)]
-    return [
-        path
-        for target, rule in chosen
-        if rule.choices is None and target.is_inside(region) and not any(target.is_inside(other) for other in inner)
-        for path in target.paths_in(region)
-    ]
+    """Paths, as seen from a region, of the modules in it that are to be kept."""
+    kept = [target for target, rule in chosen if rule.choices is None]
+    return [path for target in kept if target.is_inside(region) for path in target.paths_in(region)]
 
 
 def _keeping(choices: Choices, paths: list[str]) -> Choices:

@@ -104,7 +104,9 @@ def _walk(module: nn.Module, name: str, around: tuple[nn.Module, ...]) -> Iterat
 def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) -> str:
     """What to say of a pattern that matches no module."""
     names = [name for target in targets if target.is_called for name in target.names if name]
-    near = list(dict.fromkeys(map(_generalise, nearest_paths(_generalise(pattern), map(_generalise, names)))))
+    near = nearest_paths(_generalise(pattern), map(_generalise, names))
+    if "**" not in pattern:
+        near = [name for name in near if name.count(".") == pattern.count(".")] or near
     found = f"; near that: {quote_all(near[:_MOST_SHOWN])}" if near else ", which has none inside"
     return f"pattern {pattern!r} matches no module of {type(model).__name__}{found}"
 
