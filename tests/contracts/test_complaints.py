@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import re
 import sys
 import warnings
@@ -1345,7 +1346,7 @@ def test_complaint_41_layers_are_chosen_to_fill_the_memory() -> None:
     layer = peaks[0] - peaks[1]
     assert layer > 0
     # Each layer more frees as much as the first, as long as the peak is not in the recomputation itself.
-    assert all(abs(one - two - layer) < layer / 10 for one, two in zip(peaks[:3], peaks[1:4], strict=True))
+    assert all(abs(one - two - layer) < layer / 10 for one, two in itertools.pairwise(peaks[:4]))
     assert peaks == sorted(peaks, reverse=True)
 
 
