@@ -7,8 +7,10 @@ import pytest
 
 import recollect
 import recollect.compat
+import recollect.compat.composable
 
 RECOLLECT = [
+    "Applied",
     "CaptureError",
     "ChangedInputError",
     "CheckpointError",
@@ -18,6 +20,7 @@ RECOLLECT = [
     "Site",
     "TransformError",
     "ValueCheck",
+    "apply",
     "checkpoint",
     "explain",
     "explain_mismatch",
@@ -29,36 +32,49 @@ RECOLLECT = [
     "region",
     "register_ambient",
     "register_state",
+    "remove",
 ]
 
 COMPAT = [
     "SAC_IGNORED_OPS",
+    "ActivationWrapper",
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointImpl",
     "CheckpointPolicy",
+    "CheckpointWrapper",
     "DefaultDeviceType",
     "GraphExecGroup",
+    "OffloadWrapper",
     "SelectiveCheckpointContext",
+    "apply_activation_checkpointing",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
     "noop_context_fn",
+    "offload_wrapper",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
 ]
 
+COMPOSABLE = ["checkpoint", "contract", "get_registry"]
+
 PUBLIC = [
     pytest.param(module, name, id=f"{module.__name__}.{name}")
-    for module in (recollect, recollect.compat)
+    for module in (recollect, recollect.compat, recollect.compat.composable)
     for name in module.__all__
 ]
 
 
-@pytest.mark.parametrize(("module", "names"), [(recollect, RECOLLECT), (recollect.compat, COMPAT)])
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [(recollect, RECOLLECT), (recollect.compat, COMPAT), (recollect.compat.composable, COMPOSABLE)],
+)
 def test_all_lists_the_public_names_in_order(module: ModuleType, names: list[str]) -> None:
     assert names == sorted(names, key=lambda name: (not name.isupper(), name))  # constants first, as ruff has it
     assert list(module.__all__) == names

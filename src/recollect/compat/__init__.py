@@ -1,6 +1,8 @@
 """torch's checkpointing API on this library's engine: change the import, keep the code.
 
-Signatures, defaults and error types are those of ``torch.utils.checkpoint``; the wording of errors is ours.
+Signatures, defaults and error types are those of ``torch.utils.checkpoint`` and of the wrappers in
+``torch.distributed.algorithms``; the wording of errors is ours. The API that adds hooks to modules is in
+`recollect.compat.composable`.
 """
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -21,22 +23,38 @@ from recollect.compat.selective import (
     create_selective_checkpoint_contexts,
 )
 from recollect.compat.sequential import checkpoint_sequential
+from recollect.compat.wrappers import (
+    ActivationWrapper,
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 
 __all__ = [
     "SAC_IGNORED_OPS",
+    "ActivationWrapper",
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointImpl",
     "CheckpointPolicy",
+    "CheckpointWrapper",
     "DefaultDeviceType",
     "GraphExecGroup",
+    "OffloadWrapper",
     "SelectiveCheckpointContext",
+    "apply_activation_checkpointing",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
     "noop_context_fn",
+    "offload_wrapper",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",

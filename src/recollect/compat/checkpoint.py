@@ -71,8 +71,13 @@ def checkpoint(
             stacklevel=2,
         )
         use_reentrant = True
-    matcher = _parse_check(determinism_check)
-    preserve = parse_preserve(bool(kwargs.pop("preserve_rng_state", True)))
+    options = parse_options(
+        preserve_rng_state=kwargs.pop("preserve_rng_state", True),
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+    )
     if use_reentrant:
         if kwargs:
             message = f"unexpected keyword arguments with use_reentrant=True: {', '.join(sorted(kwargs))}; "
@@ -81,15 +86,25 @@ def checkpoint(
         if context_fn is not noop_context_fn or debug is not False:
             message = "context_fn and debug need use_reentrant=False"
             raise ValueError(message)
-        return CheckpointFunction.apply(function, bool(preserve), *args)  # type: ignore[no-untyped-call]
-    options = Options(
-        preserve=preserve,
+        return CheckpointFunction.apply(function, bool(options.preserve), *args)  # type: ignore[no-untyped-call]
+    return Region(name_of(function), function, options).call(args, kwargs)
+
+
+def parse_options(
+    *, preserve_rng_state: bool, context_fn: ContextFn | None, determinism_check: str, debug: bool, early_stop: bool
+) -> Options:
+    """Check a caller's options, named as torch names them.
+
+    Raises:
+        ValueError: `determinism_check` has a value that it cannot have.
+    """
+    return Options(
+        preserve=parse_preserve(bool(preserve_rng_state)),
         early_stop=early_stop,
-        matcher=matcher,
+        matcher=_parse_check(determinism_check),
         contexts=None if context_fn is noop_context_fn else context_fn,
         explain=debug,
     )
-    return Region(name_of(function), function, options).call(args, kwargs)
 
 
 def _parse_check(determinism_check: str) -> Matcher:

@@ -1,0 +1,55 @@
+"""`nn.Module` from within: which call a hook belongs to, and who walks over modules.
+
+A hook is told the module and its arguments, but not which call it is of, nor whether ``forward`` has raised; Python's
+stack says both. In the same way a module that is asked for its ``named_modules`` learns whether parameters and buffers
+are being listed.
+
+Private names: ``nn.Module._call_impl``, ``nn.Module._named_members``.
+Would be replaced by: forward hooks that are given a token of their call, and called when anything at all was raised;
+a method by which a module names its members.
+Run on: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+from sys import _getframe
+from types import FrameType
+
+import torch
+from torch import nn
+
+_CALLS = nn.Module._call_impl.__code__
+_LISTS = nn.Module._named_members.__code__
+_WALKS = nn.Module.named_modules.__code__
+
+
+def call_of_hook(caller: FrameType) -> FrameType:
+    """The call of a module that runs a hook, by the Python frame that called the hook: one object for all its hooks."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code is not _CALLS:
+        frame = frame.f_back
+    return caller if frame is None else frame
+
+
+def is_after_exception(caller: FrameType) -> bool:
+    """Whether a forward hook is called because the call has raised; ``sys.exception()`` is then what it raised."""
+    return caller.f_code is _CALLS
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether this thread is inside a call, given by `call_of_hook`. Looks up the stack as far as that call."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
+
+
+def lists_members() -> bool:
+    """Within a module's ``named_modules``: whether it is walked to list parameters or buffers. No while compiling."""
+    if torch.compiler.is_compiling():
+        return False
+    walker = _getframe(1)
+    frame: FrameType | None = walker
+    while frame is not None and (frame.f_code is _WALKS or frame.f_code is walker.f_code):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _LISTS
