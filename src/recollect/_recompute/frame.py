@@ -32,7 +32,6 @@ from recollect._core.torch_private.ambient import function_mode_depth, quietly, 
 from recollect._core.torch_private.engine import (
     ENGINE_CODE,
     current_pass,
-    get_group,
     pass_is_partial,
     pass_keeps_graph,
     pop_hooks,
@@ -40,8 +39,10 @@ from recollect._core.torch_private.engine import (
     top_hooks,
     when_pass_ends,
 )
+from recollect._core.torch_private.nodes import node_runs_in_part
 from recollect._core.torch_private.pytree import is_container, tree_leaves
 from recollect._recompute.contexts import Contexts
+from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.oplog import OpLog, describe_tensor
 from recollect._recompute.slots import Handed, Slot, claim
@@ -289,28 +290,38 @@ class Frame:
     def fetch(self, slot: Slot) -> Tensor:
         """Give the value of a slot: the one it has for this pass, the one a node is still using, or a new one."""
         with self.lock:
-            pass_id, group = current_pass(), get_group()
+            pass_id, group = current_pass(), current_sharing()
             key = pass_id if group is None else group
             if self.inputs is None:
                 return self._left_over(slot)
-            if key == -1:  # read from outside backward
+            if pass_id == -1:  # read from outside backward
                 return self._recompute_one(slot)
             if self.filled_by != key:
                 self._recompute_all(key, group)
             if slot.value is not None:
                 return self._checked(slot, slot.value)
+            return self._fetch_kept(slot, pass_id, group)
+
+    def _fetch_kept(self, slot: Slot, pass_id: int, group: Sharing | None) -> Tensor:
+        """Give the value of a slot where the graph is kept; it goes, unless a call of the group will need it again."""
+        kept = slot.kept
+        if isinstance(kept, Handed):
+            again = kept.again() if kept.pass_id == pass_id else None
+            if again is not None:
+                return again
+            if group is None or kept.pass_id == pass_id:
+                return self._recompute_one(slot)
+            if group.refuses_overlap:
+                self._refuse_overlap()
+            self._recompute_all(group, group)
             kept = slot.kept
-            if isinstance(kept, Handed):
-                again = kept.again() if kept.pass_id == pass_id else None
-                if again is not None:
-                    return again
-                if group is not None and kept.pass_id != pass_id:
-                    self._refuse_overlap()
-            elif kept is not None:
-                value = self._checked(slot, kept)
-                slot.kept = Handed(value, pass_id)
-                return value
+            assert not isinstance(kept, Handed)
+        if kept is None:
             return self._recompute_one(slot)
+        value = self._checked(slot, kept)
+        if group is None or not node_runs_in_part():
+            slot.kept = Handed(value, pass_id)
+        return value
 
     def _left_over(self, slot: Slot) -> Tensor:
         """The value of a slot whose region was let go, because all of its outputs were done.
@@ -359,7 +370,7 @@ class Frame:
                 other.value = before
         return value
 
-    def _recompute_all(self, key: Any, group: Any) -> None:
+    def _recompute_all(self, key: Any, group: Sharing | None) -> None:
         slots = self.slots
         last = len(slots) - 1
         while slots[last]() is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -12,36 +14,79 @@ if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
 
 
-class GraphExecGroup:
+class Sharing:
+    """Backward calls that share one recomputation of each region, though others may run between them.
+
+    A value goes when its node has made all of its gradients; those that nobody used go at `close`. A value that two
+    calls need, but that was gone after the first, costs a second recomputation. It holds no region alive.
+    """
+
+    refuses_overlap = False
+
+    def __init__(self) -> None:
+        self._frames: list[weakref.ref[Frame]] = []
+
+    @contextmanager
+    def resume(self) -> Iterator[None]:
+        """Let the backward calls that this thread makes in the block belong here. May be done again until `close`.
+
+        Raises:
+            RuntimeError: other calls are being shared on this thread.
+        """
+        before = get_group()
+        if isinstance(before, Sharing):
+            _refuse_nesting()
+        set_group(self)
+        try:
+            yield
+        finally:
+            set_group(before)
+
+    def filled(self, frame: Frame) -> None:
+        """A frame has been recomputed for these calls."""
+        self._frames.append(weakref.ref(frame))
+
+    def close(self) -> None:
+        """No more calls will come: values that nobody used go."""
+        frames, self._frames = self._frames, []
+        for ref in frames:
+            frame = ref()
+            if frame is not None and frame.filled_by is self:
+                frame.expire()
+
+
+class GraphExecGroup(Sharing):
     """Backward calls inside the block share one recomputation of each region.
 
     For backward passes that are split in parts, such as input gradients first and weight gradients later. A value
-    lives until it is used or the group closes. Two calls in a group must not need the same saved tensor.
+    lives until its node has made all of its gradients or the group closes. Apart from nodes that make some of their
+    gradients in one call and the others in another, two calls must not need the same saved tensor.
 
     >>> import torch
     >>> from recollect.compat import GraphExecGroup, checkpoint
     >>> runs = []
-    >>> x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
     >>> def f(x, w):
     ...     runs.append(1)
-    ...     return x.sin(), w.cos()
-    >>> a, b = checkpoint(f, x, w, use_reentrant=False)
+    ...     return x.exp() @ w.exp()
+    >>> y = checkpoint(f, x, w, use_reentrant=False)
     >>> with GraphExecGroup():
-    ...     a.sum().backward()
-    ...     b.sum().backward()
+    ...     dx = torch.autograd.grad(y, x, torch.ones(2, 2), retain_graph=True)
+    ...     dw = torch.autograd.grad(y, w, torch.ones(2, 2))
     >>> len(runs)
     2
     """
 
+    refuses_overlap = True
+
     def __init__(self) -> None:
         """Make a group; it can be entered once at a time."""
-        self._frames: list[weakref.ref[Frame]] = []
+        super().__init__()
 
     def __enter__(self) -> Self:
         """Open the group for the backward calls of this thread."""
         if get_group() is not None:
-            message = "a GraphExecGroup is open already: groups cannot be nested; close the outer one first"
-            raise RuntimeError(message)
+            _refuse_nesting()
         set_group(self)
         return self
 
@@ -50,12 +95,18 @@ class GraphExecGroup:
     ) -> None:
         """Close the group: values that nobody used go."""
         set_group(None)
-        for ref in self._frames:
-            frame = ref()
-            if frame is not None and frame.filled_by is self:
-                frame.expire()
-        self._frames.clear()
+        self.close()
 
-    def filled(self, frame: Frame) -> None:
-        """A frame has been recomputed for this group."""
-        self._frames.append(weakref.ref(frame))
+
+def current_sharing() -> Sharing | None:
+    """What the backward calls of this thread share; carried to the engine's threads.
+
+    A group of torch's own class means nothing to us: it never says when it closes, so values would stay.
+    """
+    group = get_group()
+    return group if isinstance(group, Sharing) else None
+
+
+def _refuse_nesting() -> None:
+    message = "a GraphExecGroup is open already: groups cannot be nested; close the outer one first"
+    raise RuntimeError(message)

@@ -12,12 +12,13 @@ from torch import Tensor
 from recollect._core.torch_private.ambient import any_autocast_enabled
 from recollect._core.torch_private.engine import (
     current_pass,
-    get_group,
     pass_keeps_graph,
     set_grad_enabled,
     when_pass_ends,
 )
+from recollect._core.torch_private.nodes import node_runs_in_part
 from recollect._recompute.frame import Expiry, Frame, Options
+from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.slots import Handed, Slot
 from recollect._selective.plan import HELD, Bound, Plan
 from recollect._selective.replay import Replay
@@ -66,7 +67,7 @@ class PlannedFrame(Frame):
         """The first request of a pass; or one in a group of passes, or from outside of any."""
         if pass_id == -1:
             return self._replay_one(plan, slot)
-        group = get_group()
+        group = current_sharing()
         key = pass_id if group is None else group
         if self.filled_by != key:
             self._begin_pass(plan, key, group)
@@ -82,23 +83,39 @@ class PlannedFrame(Frame):
         assert self._replay is not None
         value = self._take_from(self._replay, slot)
         if self.keeps_graph:
-            slot.kept, slot.value = Handed(value, pass_id), None
+            return self._hand_over(slot, value, pass_id)
+        if value is None:  # an inner one, which is in the slot
+            value = slot.value
+            assert value is not None
         else:
             slot.value, slot.version = value, value._version  # noqa: SLF001
         return value
 
     def _fetch_again(self, plan: Plan, slot: PlannedSlot, pass_id: int) -> Tensor:
-        """A value that was handed over in this pass, or in another one of its group."""
+        """A value that was made, or handed over, in this pass or in another one of its group."""
         kept = slot.kept
-        assert isinstance(kept, Handed)
+        if not isinstance(kept, Handed):
+            return self._hand_over(slot, None, pass_id)
         again = kept.again() if kept.pass_id == pass_id else None
         if again is not None:
             return again
-        if get_group() is not None and kept.pass_id != pass_id:
+        group = current_sharing()
+        if group is not None and kept.pass_id != pass_id and group.refuses_overlap:
             self._refuse_overlap()
         return self._replay_one(plan, slot)
 
-    def _begin_pass(self, plan: Plan, key: Any, group: Any) -> None:
+    def _hand_over(self, slot: PlannedSlot, value: Tensor | None, pass_id: int) -> Tensor:
+        """Where the graph is kept: a new value or the slot's own; it goes unless a call of the group needs it again."""
+        if value is None:
+            assert not isinstance(slot.kept, Handed)
+            value = self._checked(slot, slot.kept)
+        else:
+            slot.version = value._version  # noqa: SLF001
+        is_needed_again = current_sharing() is not None and node_runs_in_part()
+        slot.kept = value if is_needed_again else Handed(value, pass_id)
+        return value
+
+    def _begin_pass(self, plan: Plan, key: Any, group: Sharing | None) -> None:
         self._begin()
         if self.was_filled:
             self._empty()
@@ -108,7 +125,7 @@ class PlannedFrame(Frame):
         self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
         is_last = self._is_last()
         live = [weak() is not None for weak in self.slots]
-        self._replay = self._new_replay(plan, live, is_last=is_last)
+        self._replay = self._new_replay(plan, live, self._filler(), is_last=is_last)
         ambient = self.around.restore_ambient()
         self._is_as_before = ambient is None and not any_autocast_enabled()
         if ambient is not None:
@@ -121,7 +138,25 @@ class PlannedFrame(Frame):
         elif not is_last:
             when_pass_ends(Expiry(self, key))
 
-    def _new_replay(self, plan: Plan, live: list[bool], *, is_last: bool) -> Replay:
+    def _filler(self) -> Callable[[int, Tensor], None]:
+        """What takes the inner saved tensors of a call, which come all at once; holds no frame."""
+        slots, keeps_graph = self.slots, self.keeps_graph
+
+        def fill(index: int, value: Tensor) -> None:
+            slot = slots[index]()
+            if slot is None or slot.kept is not None:
+                return
+            slot.version = value._version  # noqa: SLF001
+            if keeps_graph:
+                slot.kept = value
+            else:
+                slot.value = value
+
+        return fill
+
+    def _new_replay(
+        self, plan: Plan, live: list[bool], fill: Callable[[int, Tensor], None], *, is_last: bool
+    ) -> Replay:
         assert self._bound is not None
         if self.inputs is None:
             self._left_over(PlannedSlot())
@@ -133,31 +168,18 @@ class PlannedFrame(Frame):
             uses = plan.count_uses([index for index, is_live in enumerate(live) if is_live], bound.held)
             if is_last:
                 bound.held = [held if count else None for held, count in zip(bound.held, uses, strict=True)]
-        leaves, slots = self.inputs.materialise(self.name), self.slots
-
-        def fill(index: int, value: Tensor) -> None:
-            slot = slots[index]()
-            if slot is not None:
-                slot.value, slot.version = value, value._version  # noqa: SLF001
-
+        leaves = self.inputs.materialise(self.name)
         return Replay(self.name, plan, bound, leaves, uses, is_last=is_last, fill=fill)
 
     def _replay_one(self, plan: Plan, slot: PlannedSlot) -> Tensor:
         """For one slot alone, and keep nothing."""
-        replay = self._new_replay(plan, [weak() is slot for weak in self.slots], is_last=False)
-        before = [(live, live.value) for live in self._live()]
-        try:
-            return self._take_from(replay, slot)
-        finally:
-            for live, value in before:
-                live.value = value
+        inner: dict[int, Tensor] = {}
+        replay = self._new_replay(plan, [weak() is slot for weak in self.slots], inner.__setitem__, is_last=False)
+        value = self._take_from(replay, slot)
+        return inner[slot.index] if value is None else value
 
-    def _empty(self) -> None:
-        for slot in self._live():
-            slot.value = slot.kept = None
-
-    def _take_from(self, replay: Replay, slot: PlannedSlot) -> Tensor:
-        """The value of a slot, made under what was around forward.
+    def _take_from(self, replay: Replay, slot: PlannedSlot) -> Tensor | None:
+        """The value of a slot, made under what was around forward; None for an inner one, which was given to `fill`.
 
         Whether that stands as it stood is seen once per pass; only autocast may be switched by a node (`custom_bwd`).
         """
@@ -168,16 +190,12 @@ class PlannedFrame(Frame):
         if grad_was_enabled:
             set_grad_enabled(False)
         try:
-            value = replay.take(slot.index)
+            return replay.take(slot.index)
         finally:
             if ambient is not None:
                 ambient.close()
             if grad_was_enabled:
                 set_grad_enabled(True)
-        if value is None:  # an inner one, which is in the slot
-            value = slot.value
-            assert value is not None
-        return value
 
     def expire(self) -> None:
         """The pass is over."""
