@@ -109,6 +109,12 @@ def test_blocks_are_found(kind: str, blocks: list[str]) -> None:
     assert regions(model) == blocks
 
 
+def test_selective_does_not_warn_where_a_model_has_no_attention() -> None:
+    model, inputs = MODELS["unet"]()
+    recollect.apply(model, "selective")
+    model(*inputs).sum().backward()
+
+
 def test_dense_layers_among_sparse_ones_are_blocks_too() -> None:
     model = MoE()
     block: Any = model.blocks[0]

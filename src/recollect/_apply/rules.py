@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from recollect._apply.options import Choices, parse_mapping
-from recollect._core.decisions import Decision
-from recollect._policy.base import Policy, PolicyLike, as_policy, name_function
+from recollect._core.decisions import Decision, Site
+from recollect._policy.base import Policy, PolicyLike, Verdict, as_policy, name_function
 from recollect._policy.combine import first_match
 from recollect._policy.patterns import compile_pattern
 from recollect._policy.rules import save_attention, save_every
@@ -24,7 +24,25 @@ Value = str | PolicyLike | Mapping[str, Any]
 
 PRESETS = ("full", "selective", "every:N")
 
-_selective = first_match(save_attention, save_every(("aten.mm.default", "aten.addmm.default"), 2))
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReadyMade(Policy):
+    """A policy that users know by a word, for any model: a part of it that matches nothing is no mistake of theirs."""
+
+    word: str
+    policy: Policy
+
+    def judge(self, site: Site) -> Verdict | None:
+        """As the policy."""
+        return self.policy.judge(site)
+
+    def __repr__(self) -> str:
+        return self.word
+
+
+_selective = ReadyMade(
+    "selective", first_match(save_attention, save_every(("aten.mm.default", "aten.addmm.default"), 2))
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +115,7 @@ def parse_value(value: Value) -> tuple[Choices | None, str]:
 
 
 def _describe(policy: Policy | None) -> str:
-    if policy is None:
-        return "recompute"
-    return "recompute under selective" if policy is _selective else f"recompute under {policy}"
+    return "recompute" if policy is None else f"recompute under {policy}"
 
 
 def _describe_key(key: object) -> str:
