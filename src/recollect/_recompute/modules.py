@@ -3,7 +3,8 @@
 A region's function is searched for modules (`search.py`). At entry their training flags, parameters and buffers are
 noted, by identity and version. For recomputation
 
-* a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration;
+* a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
+  unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimiser step) is an error where recomputation reads it;
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
   its value at entry: recomputation reads what forward read, and what it writes is thrown away.
@@ -26,11 +27,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from recollect._core.errors import ChangedInputError
 from recollect._core.registry import Registration, Registry
 from recollect._core.scope import current_run
-from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
-from recollect._core.torch_private.pytree import tree_leaves
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.sharding import is_managed
+from recollect._recompute.changes import ChangedWatch, address_of
 
 _MISSING, _ABSENT = object(), object()
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
@@ -135,8 +136,8 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _is_sharded(tensor: object) -> bool:
-    return hasattr(tensor, "device_mesh")
+def _layout(tensor: object) -> tuple[Any, Any]:
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
 _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
@@ -145,6 +146,7 @@ _training, _version_of = itemgetter("training"), attrgetter("_version")
 Attributes = dict[str, Any]
 States = list[tuple[nn.Module, str, Any]]
 Mark = tuple[nn.Module, str, Any, int | None]
+Pair = tuple[nn.Module, dict[str, Any], str, "Tensor | None"]
 
 
 def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Attributes]]:
@@ -315,9 +317,9 @@ class ModuleState:
 
     def moves_any(self, tensors: Iterable[Tensor]) -> bool:
         """After `settle`: whether one of these is a buffer that the function moves, or a view of it."""
-        found = {_address(now) for module, name, _ in self._state if isinstance(now := _get(module, name), Tensor)}
+        found = {address_of(now) for module, name, _ in self._state if isinstance(now := _get(module, name), Tensor)}
         found.discard(0)
-        return bool(found) and any(_address(tensor) in found for tensor in tensors)
+        return bool(found) and any(address_of(tensor) in found for tensor in tensors)
 
     def restore(self, region: str) -> ExitStack | None:
         """Before recomputation: set what forward found; gives what puts it back, None if all stands as it stood.
@@ -338,7 +340,7 @@ class ModuleState:
         try:
             self._put(stack)
             if changed:
-                stack.enter_context(_ChangedWatch(region, [(tensor, self._name_of(tensor)) for tensor in changed]))
+                stack.enter_context(ChangedWatch(region, self._name_changed(changed)))
         except BaseException:
             stack.close()
             raise
@@ -356,19 +358,29 @@ class ModuleState:
                 changed.append(tensor)
         return changed
 
-    def _noted(self) -> Iterator[tuple[Iterator[Tensor | None], list[int], Callable[[Attributes], Any]]]:
-        yield iter(self._parameters), self._counts[0], _parameters
-        yield iter(self._buffers), self._counts[1], _buffers
+    def _pairs(self, kind: int) -> Iterator[Pair]:
+        """Each noted parameter (0) or buffer (1): its module, the table and name it stood under, and itself.
+
+        Found by position: what a module adds later, it adds behind. One that has taken some away is left alone.
+        """
+        noted = iter(self._buffers if kind else self._parameters)
+        tables = map(_buffers if kind else _parameters, self._attributes)
+        for module, count, table in zip(self._modules, self._counts[kind], tables, strict=True):
+            held = list(islice(noted, count))
+            if len(table) >= count:
+                for name, tensor in list(zip(table, held, strict=False)):
+                    yield module, table, name, tensor
 
     def _put(self, stack: ExitStack) -> None:
-        for noted, counts, table_of in self._noted():
-            for count, table in zip(counts, map(table_of, self._attributes), strict=True):
-                for name, tensor in list(zip(table, islice(noted, count), strict=False)):
-                    now = table[name]
-                    # A sharding engine (FSDP2) swaps plain and sharded parameters around its units: its business.
-                    if now is not tensor and _is_sharded(now) == _is_sharded(tensor):
-                        table[name] = tensor
-                        stack.callback(_put_back, table, name, tensor, now)
+        for kind in (0, 1):
+            for module, table, name, tensor in self._pairs(kind):
+                now = table[name]
+                # A sharding engine swaps a parameter for its shard and back around its units: its business. FSDP
+                # marks its modules; others are known by this, that their two lie differently over processes.
+                is_swapped = (kind == 0 and is_managed(vars(module))) or _layout(now) != _layout(tensor)
+                if now is not tensor and not is_swapped:
+                    table[name] = tensor
+                    stack.callback(_put_back, table, name, tensor, now)
         for module, training in zip(self._modules, self._training, strict=True):
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
@@ -378,13 +390,22 @@ class ModuleState:
             _set(module, name, _copy(now if value is _MISSING else value))
             stack.callback(_set, module, name, now)
 
-    def _name_of(self, changed: Tensor) -> str:
-        for kind, table_of in (("parameter", _parameters), ("buffer", _buffers)):
-            for module, table in zip(self._modules, map(table_of, self._attributes), strict=True):
-                for name, tensor in table.items():
-                    if tensor is changed:
-                        return f"{kind} '{name}' of {type(module).__name__}"
-        return f"a tensor of shape {list(changed.shape)} that the function closes over"
+    def _name_changed(self, changed: list[Tensor]) -> list[tuple[Tensor, str]]:
+        """What must not be read, with its name: changed tensors, and what a sharding engine has made of them."""
+        wanted = {id(tensor) for tensor in changed}
+        named: list[tuple[Tensor, str]] = []
+        for kind, word in enumerate(("parameter", "buffer")):
+            for module, table, name, tensor in self._pairs(kind):
+                if tensor is not None and id(tensor) in wanted:
+                    what = f"{word} '{name}' of {type(module).__name__}"
+                    now = table[name]
+                    named += [(one, what) for one in {id(tensor): tensor, id(now): now}.values() if one is not None]
+        known = {id(tensor) for tensor, _ in named}
+        return named + [
+            (tensor, f"a tensor of shape {list(tensor.shape)} that the function closes over")
+            for tensor in changed
+            if id(tensor) not in known
+        ]
 
 
 class _Trial:
@@ -431,38 +452,6 @@ class _Trial:
 
 def _has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
     return module._buffers.get(name) is not tensor or _version(tensor) != version  # noqa: SLF001
-
-
-class _ChangedWatch(DispatchMode):
-    """Raises when an operator reads a tensor that was changed in place since forward."""
-
-    def __init__(self, region: str, changed: list[tuple[Tensor, str]]) -> None:
-        super().__init__()
-        self._region = region
-        self._changed = {address: what for tensor, what in changed if (address := _address(tensor))}
-
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator unless it reads what was changed."""
-        for leaf in tree_leaves((args, kwargs)):
-            what = self._changed.get(_address(leaf)) if isinstance(leaf, Tensor) else None
-            if what is not None:
-                message = (
-                    f"region '{self._region}': {what} was changed in place between forward and recomputation, which "
-                    "would read the new value.\n"
-                    "An optimiser step or another update ran before this backward; or the module updated it in its "
-                    "own forward, for the first time.\n"
-                    "Run backward before the update. State that a module updates itself now and then is registered "
-                    "with `recollect.register_state`."
-                )
-                raise ChangedInputError(message)
-        return func(*args, **kwargs)
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # no storage of its own
-        return 0
 
 
 def _same_objects(now: list[Any], noted: list[Any]) -> bool:
