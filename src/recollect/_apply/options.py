@@ -90,13 +90,19 @@ class DefaultRegion(Region):
     never ends. So there the region runs under `save_nothing`, which keeps what activation collectives gave.
     """
 
-    __slots__ = ()
+    __slots__ = ("_shared",)
+
+    _shared: SelectiveRegion
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a region."""
-        if has_peers() and not transforms_active():
-            return SelectiveRegion(self.name, self.fn, self.options, save_nothing).run(args, kwargs)
-        return super().run(args, kwargs)
+        if not has_peers() or transforms_active():
+            return super().run(args, kwargs)
+        try:
+            shared = self._shared
+        except AttributeError:
+            shared = self._shared = SelectiveRegion(self.name, self.fn, self.options, save_nothing)
+        return shared.run(args, kwargs)
 
 
 def has_peers() -> bool:

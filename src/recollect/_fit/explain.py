@@ -256,7 +256,7 @@ def _explain_notes(notes: Notes, paths: tuple[str, ...]) -> ExplainedRegion:
 
 
 def _explain_ledger(kind: Any, ledger: Ledger) -> ExplainedCall:
-    lines = [line for line in ledger.lines if operator_of(line.key).can_be_kept]
+    lines = [line for line in ledger.lines if line.is_kept or operator_of(line.key).can_be_kept]
     blocks = [_explain_line(line, line.matched, is_block=True) for line in list(ledger.blocks.values())]
     counts = [count_matches(ledger, line) for line in lines]
     ops = [_explain_line(line, count, is_block=False) for line, count in zip(lines, counts, strict=True)]
@@ -303,7 +303,8 @@ def _describe_way(ledger: Ledger) -> str:
     if ledger.keeps_ops:
         why = f": {ledger.why_not_taped}" if ledger.why_not_taped else ""
         return f"by running the function again under a dispatch mode{why}"
-    return "by running the function again" + (" without the blocks that are kept" if ledger.blocks else "")
+    way = "by running the function again" + (" without the blocks that are kept" if ledger.blocks else "")
+    return f"{way}, which gathers parameters" if ledger.gathers else way
 
 
 def _count_held(plan: Plan) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch import nn
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
+_SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 _DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
 _CONTEXT_LINES = 4
 
@@ -64,7 +65,7 @@ class Places:
                     break
             elif code.co_filename.startswith(_TORCH):
                 self.saw_compiled = self.saw_compiled or code.co_filename.endswith(_DYNAMO)
-            elif len(stack) < _CONTEXT_LINES:
+            elif len(stack) < _CONTEXT_LINES and not code.co_filename.endswith(_SKIPPED):
                 stack.append(f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
             frame = frame.f_back
         line = stack[0].split(" in ")[0] if stack else ""

@@ -290,6 +290,7 @@ class Forward(_Side):
                 kept.require_grad(_ONE)
         else:
             kept = KeptCall.of(line.what, result, Tensor.detach)
+            kept.look_inside(tensors_in(result), Tensor.detach)
             kept.require_grad(kept.flags_of(result, self._ledger.region, _PLAIN))
         if not line.bytes:
             line.bytes = sum(map(bytes_of, tensors_in(result)))

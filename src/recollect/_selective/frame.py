@@ -21,6 +21,7 @@ from torch import Tensor
 from recollect._core.errors import CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import function_mode_depth
+from recollect._core.torch_private.collectives import count_collectives
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.engine import (
     top_hooks,
@@ -28,12 +29,12 @@ from recollect._core.torch_private.engine import (
 from recollect._recompute.frame import Options, read_meta
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.rng import sources_by_request
-from recollect._recompute.slots import Slot
+from recollect._recompute.slots import Slot, frame_of
 from recollect._recompute.values import digest
 from recollect._selective.blocks import Again, Forward
 from recollect._selective.ledger import Clerk, Ledger
 from recollect._selective.matches import warn_unmatched
-from recollect._selective.notes import Notes
+from recollect._selective.notes import TALKS_AT_TIMES, Notes
 from recollect._selective.pins import pins_within
 from recollect._selective.plan import HELD, Bound, Plan
 from recollect._selective.planned import PlannedFrame
@@ -52,6 +53,7 @@ class SelectiveFrame(PlannedFrame):
     __slots__ = (
         "_again",
         "_clerk",
+        "_heard",
         "_is_pinned",
         "_ledger",
         "_notes",
@@ -69,15 +71,22 @@ class SelectiveFrame(PlannedFrame):
         self._clerk: Clerk | None = None
         self._watch: ForwardWatch | None = None
         self._is_pinned = False
+        self._heard = -1  # how many collectives this process had made at entry; -1 where they are seen anyway
 
-    def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]]:
+    def _make_sides(self, arguments: Arguments) -> tuple[Forward | Take, AbstractContextManager[Any]] | None:
         notes, ledger = self._notes, self._ledger
+        hooks = top_hooks(True)  # noqa: FBT003
         is_bare = not (notes.wanted.taps or ledger.blocks or notes.sees_names)
-        if ledger.plan is not None and is_bare and self._may_tape():
+        if is_bare and ledger.is_learned and not (ledger.keeps_ops or notes.talks_at_times):
+            if hooks is None or frame_of(hooks[0]) is None:
+                self._heard = count_collectives()
+                return None  # it keeps nothing: as any frame
+        elif ledger.plan is not None and is_bare and self._may_tape():
+            self._heard = count_collectives()
             take = self._take = Take(ledger.plan, notes_choices=notes.keeps_defaults)
             take.begin(arguments)
             return take, nullcontext()
-        pins = pins_within(top_hooks(True))  # noqa: FBT003
+        pins = pins_within(hooks)
         shelf = Shelf(self.name, pins)
         scopes: list[str] = []
         self._is_pinned = pins is not None and pins.keys is not None
@@ -95,11 +104,20 @@ class SelectiveFrame(PlannedFrame):
             if pins.has_ops:
                 watch = ForwardWatch(shelf, pins.decide, own=notes.buffers(), is_exact=is_exact)
                 again = AgainWatch(shelf)
-        elif is_new or (ledger.keeps_ops and self._take is None):
+        elif is_new or (ledger.keeps_ops and self._take is None) or notes.talks_at_times:
             clerk = self._clerk = Clerk(ledger, notes.places(), scopes, self._tape)
             noting = is_new or bool(ledger.named)
-            watch = ForwardWatch(shelf, clerk.decide, notes_makers=noting, own=notes.buffers(), is_exact=is_exact)
+            watch = ForwardWatch(
+                shelf,
+                clerk.decide,
+                notes_makers=noting,
+                own=notes.buffers(),
+                is_exact=is_exact,
+                tracks_memory=is_new or ledger.fills,
+            )
             again = AgainWatch(shelf)
+        else:
+            self._heard = count_collectives()
         self._again = Again(shelf, notes.wanted, ledger, watch=again)
         forward = Forward(
             shelf,
@@ -118,6 +136,9 @@ class SelectiveFrame(PlannedFrame):
         """Whether recording is worth it: it must be the only one to pack, and see calls as the user makes them."""
         ledger = self._ledger
         if not ledger.may_tape or (not ledger.is_learned and self._notes.holds_compiled()):
+            return False
+        if not ledger.is_learned and self._notes.runs_units(self.fn):
+            ledger.may_tape, ledger.why_not_taped = False, "it calls FSDP units, whose parameters come and go"
             return False
         if function_mode_depth() or top_hooks(True) is not None:  # noqa: FBT003
             return False
@@ -158,13 +179,15 @@ class SelectiveFrame(PlannedFrame):
         ledger, clerk = self._ledger, self._clerk
         draws, saved = self.around.draws, len(self.slots)
         watch, self._watch = self._watch, None
-        if watch is not None and watch.saw_backward:
-            ledger.has_backward = True
+        if watch is not None:
+            ledger.has_backward = ledger.has_backward or watch.saw_backward
+            ledger.gathers = ledger.gathers or watch.saw_gather
         if self._again is not None:
             # Without knowing where the generators stood after each block, a region that draws must run them all again.
             self._again.knows_states = (ledger.draws is not False or not draws) and not ledger.has_backward
         ledger.draws = bool(ledger.draws) or draws
         is_as_learned = saved == ledger.saved and not ledger.is_stale
+        is_as_learned = is_as_learned and not self._has_talked()
         if self._take is not None:
             is_as_learned = self._settle_take(self._take) and is_as_learned
         if self._is_pinned:
@@ -176,11 +199,27 @@ class SelectiveFrame(PlannedFrame):
         elif clerk.has_asked or not ledger.is_learned:
             ledger.is_learned, ledger.saved = True, saved
             ledger.keeps_ops = any(line.is_kept for line in ledger.lines)
+            ledger.fills = any(line.fills for line in ledger.lines)
         if self._tape is not None:
             self._settle_tape(self._tape)
         if self._plan is not None:
             self._again = self.recompute_context = None  # all that is kept is bound
         self._clerk = None
+
+    def _has_talked(self) -> bool:
+        """Whether it talked to other processes though it did not when it was learned: that is noted, and breaks a plan.
+
+        What came from them was not kept, so recomputation talks again: on this rank, and on every other that learned
+        alike. One that learns at this very call has kept it, and they would wait for each other.
+        """
+        if self._heard < 0 or count_collectives() == self._heard:
+            return False
+        if self._ledger.gathers or self._notes.runs_units(self.fn):
+            return False  # parameters are gathered where they are needed
+        self._notes.note_talk()
+        if self._take is not None:
+            self._take.why_broken = TALKS_AT_TIMES
+        return True
 
     def fail(self, error: BaseException) -> bool:
         """The function has raised: let go of what was held for learning, then as any frame."""
@@ -197,6 +236,8 @@ class SelectiveFrame(PlannedFrame):
         modules = self.around.modules
         if modules is not None and modules.moves_any(tape.tensors):
             tape.broken("it reads buffers that it updates")  # the next forward moves them on
+        if ledger.gathers:
+            tape.broken("it gathers parameters, which come and go")
         if not ledger.keeps_ops:
             tape.broken("no single operator is kept")
         if not ledger.may_tape:
@@ -231,7 +272,8 @@ class SelectiveFrame(PlannedFrame):
             self._again.watch = ChoiceWatch(choices)
         self._drop_plan()
         ledger.breaks += 1
-        ledger.may_tape = ledger.breaks < _MOST_BREAKS  # a region that is never the same is not worth learning again
+        # A region that is never the same is not worth learning again.
+        ledger.may_tape = ledger.breaks < _MOST_BREAKS and not self._notes.talks_at_times
         ledger.why_not_taped = take.why_broken
         return False
 

@@ -3,6 +3,10 @@
 Held are aliases cut off from the graph, so a kept value is held once however many tensors view it, and no cycle closes.
 They share the version counter of what they alias: a write into a kept value is seen, and the call is then run again
 in place of being served. Inside the hooks of an enclosing region a kept value is a saved tensor of that region.
+
+What a collective gives may not have arrived when it is kept. It is held by its memory until the region's forward is
+over, or until somebody is about to write there, and waited for then: only from then on does its version tell anything,
+because the threads of some backends move it when they write.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from recollect._recompute.modules import States as ModuleStates
 from recollect._recompute.modules import put_states
 from recollect._recompute.places import Place
 from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
+from recollect._selective.operators import is_wrapper, parts_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Meta = tuple[Any, ...]
@@ -38,6 +43,9 @@ class KeptCall:
         moved: the state of modules that it moved, as it stood afterwards.
         must_rerun: it cannot be served: the call must run again.
         is_written: forward went on to write into the result, and recomputation will too.
+        talks: it talked to other processes.
+        fills: what is held was written into its arguments, and is to be copied there.
+        is_borrowed: the memory is not the region's own and may be used again without a word, so that a copy is held.
     """
 
     # Not in slots: most calls set none of these, and there is one object per kept call and step.
@@ -45,7 +53,10 @@ class KeptCall:
     inputs: list[Meta] | None = None
     states: States | None = None
     moved: ModuleStates | None = None
-    must_rerun = is_written = False
+    must_rerun = is_written = is_borrowed = talks = fills = False
+    wait: Callable[[], None] | None = None  # of a collective: returns when the result has arrived
+    is_message = False  # between two ranks: may be waited for once only, by whoever sent it
+    _parts: Sequence[tuple[Tensor, int]] = ()  # what wrappers wrap, which may be written into past them; with versions
     line: Any = None  # of a block, in its ledger
     _flags: list[bool] | None = None
     _unpack: Callable[[Any], Tensor] | None = None
@@ -61,6 +72,28 @@ class KeptCall:
             return cls(label, [alias(result)], None)
         leaves, spec = flatten([result])
         return cls(label, [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def look_inside(self, tensors: Iterable[Tensor], alias: Callable[[Tensor], Tensor]) -> None:
+        """See writes into what these wrap, past them: `to_local()` of a distributed tensor gives it away."""
+        parts = [part for tensor in tensors if is_wrapper(tensor) for part in parts_of(tensor)]
+        if parts:
+            self._parts = [(alias(part), version_of(part)) for part in parts]
+
+    def arrive(self) -> None:
+        """Wait for what is still on its way; from now on versions tell of writes."""
+        if self.wait is None:
+            return
+        wait, self.wait = self.wait, None
+        wait()
+        self._versions = [version_of(leaf) for leaf in self._leaves]
+        self._parts = [(part, version_of(part)) for part, _ in self._parts]
+
+    def settle(self) -> None:
+        """Forward is over."""
+        if not self.is_message:
+            self.arrive()
+        if self.is_borrowed and not self.is_written:
+            self.copy_out()
 
     def flags_of(self, result: Any, region: str, plain: tuple[type, ...]) -> list[bool]:
         """Which leaves of a block's result require grad.
@@ -96,17 +129,23 @@ class KeptCall:
         """Whether a kept value was written into since."""
         if self._unpack is not None:
             return False
+        if self.wait is not None:
+            self.arrive()
+        if self._parts and any(version_of(part) != version for part, version in self._parts):
+            return True
         if self._spec is None and type(self._leaves[0]) is Tensor:  # the usual case, written out
             return version_of(self._leaves[0]) != self._versions[0]
         return any(version_of(leaf) != version for leaf, version in zip(self._leaves, self._versions, strict=True))
 
     def shares_memory(self, storages: Iterable[Any]) -> bool:
         """Whether a kept value lives in one of these storages."""
-        own = [tensor.untyped_storage() for tensor in self.tensors if tensor.layout is torch.strided]
+        own = [part.untyped_storage() for tensor in self.tensors for part in parts_of(tensor)]
         return any(storage is other for storage in storages for other in own)
 
     def copy_out(self) -> None:
         """Hold copies from now on: the memory is about to be written into."""
+        self.arrive()
+        self._parts, self.is_borrowed = (), False
         with torch.no_grad():
             self._leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._versions = [0] * len(self._leaves)

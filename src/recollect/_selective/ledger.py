@@ -17,7 +17,7 @@ from recollect._core.decisions import Decision, Site
 from recollect._core.torch_private.schemas import OpOverload
 from recollect._policy.base import Policy, Verdict
 from recollect._recompute.places import Place, Places
-from recollect._selective.operators import Operator, count_flops, has_storage, tensors_in
+from recollect._selective.operators import Operator, count_flops, is_wrapper, parts_of, storages_in, tensors_in
 from recollect._selective.plan import Plan
 from recollect._selective.tape import Tape, name_of_call
 
@@ -43,6 +43,7 @@ class Line:
         is_routing: its result chooses, or follows a choice.
         is_written: the function writes into a block's result afterwards, so that only a copy can be kept.
         is_impure: a block writes into what others may read, so that it must run again.
+        fills: a collective fills its arguments.
     """
 
     key: Any
@@ -57,6 +58,7 @@ class Line:
     is_routing: bool = False
     is_written: bool = False
     is_impure: bool = False
+    fills: bool = False
 
     @property
     def is_kept(self) -> bool:
@@ -86,6 +88,8 @@ class Ledger:
         has_backward: whether the function runs a backward pass itself: then blocks cannot be cut out of its graph.
         is_learned: whether a whole forward was seen.
         keeps_ops: whether single operators are kept.
+        fills: whether collectives fill memory that the function takes.
+        gathers: whether parameters are gathered inside the function.
         saved: how many tensors the region saves: another number is another way through the function.
         may_tape: whether a tape is worth trying.
         plan: how to replay it; None if its function must be run again.
@@ -105,6 +109,8 @@ class Ledger:
     has_backward: bool = False
     is_learned: bool = False
     keeps_ops: bool = False
+    fills: bool = False
+    gathers: bool = False
     saved: int = -1
     may_tape: bool = True
     plan: Plan | None = None
@@ -183,8 +189,10 @@ class Clerk:
         """The line of an operator call: the one of the last time, or a new one."""
         line = self._find(func, operator, call, args, kwargs, result)
         tape = self._tape
+        if tape is not None and operator.is_collective:
+            tape.broken("it talks to other processes, which must not be alone in going another way")
         if tape is not None and tape.current is not None:
-            beneath = _Beneath(operator, line, [ref(t.untyped_storage()) for t in tensors_in(result) if has_storage(t)])
+            beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
             self._beneath.setdefault(id(tape.current), []).append(beneath)
         return line
 
@@ -200,8 +208,6 @@ class Clerk:
             kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
             if any(one.operator.hides_writes for one in beneath):
                 tape.broken("it updates running statistics")
-            if any(one.operator.is_collective for one in beneath):
-                tape.broken("it talks to other processes, which must not be alone in going another way")
             if draws and any(one.operator.is_random for one in beneath):
                 drawing.add(index)
             if all(one.operator.is_view and not one.operator.writes for one in beneath):
@@ -274,10 +280,11 @@ class Clerk:
             bytes=sum(site.bytes for site in sites),
             matched=1,
             is_routing=is_routing,
+            fills=operator.fills,
         )
 
     def _note_choice(self, result: Any) -> None:
-        self._chosen.extend(ref(tensor.untyped_storage()) for tensor in tensors_in(result) if has_storage(tensor))
+        self._chosen.extend(map(ref, storages_in(result)))
 
     def _follows_choice(self, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether whole numbers or truths are counted out of routing results: indices, masks, counts, offsets."""
@@ -287,12 +294,14 @@ class Clerk:
         if not made or any(tensor.is_floating_point() or tensor.is_complex() for tensor in made):
             return False
         chosen = [storage for weak in self._chosen if (storage := weak()) is not None]
-        given = [tensor.untyped_storage() for tensor in tensors_in(args, kwargs) if has_storage(tensor)]
+        given = storages_in(args, kwargs)
         return any(one is other for one in given for other in chosen)
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Bytes of a tensor's elements; of a distributed one, those that are here."""
+    if is_wrapper(tensor):
+        return sum(map(bytes_of, parts_of(tensor)))
     try:
         return tensor.numel() * tensor.element_size()
     except RuntimeError:  # a layout that does not say

@@ -18,18 +18,25 @@ from recollect._policy.base import Policy
 from recollect._recompute.places import Places
 from recollect._selective.blocks import Wanted
 from recollect._selective.ledger import Ledger
+from recollect._selective.parameters import is_unit
 
 _MOST_KINDS = 64
+TALKS_AT_TIMES = "it talks to other processes at some calls and not at others"
 
 
 class Notes:
-    """What is known of one function under one policy: the blocks it wants, and a ledger for each kind of call."""
+    """What is known of one function under one policy: the blocks it wants, and a ledger for each kind of call.
+
+    Attributes:
+        talks_at_times: it talked to other processes at a call of a kind that had not when it was learned.
+    """
 
     def __init__(self, region: str, policy: Policy, roots: list[nn.Module]) -> None:
         self.given = policy
         self.policy = policy.within(region)
         self.sees_names, self.keeps_defaults = self.policy.sees_names, self.policy.keeps_defaults
         self.region = region
+        self.talks_at_times = False
         self._roots = [ref(root) for root in roots]
         self.ledgers: dict[Any, Ledger] = {}
         self.wanted = self._find_blocks(roots)
@@ -73,6 +80,24 @@ class Notes:
             isinstance(module, compiled) or getattr(module, "_compiled_call_impl", None) is not None
             for module in self._modules()
         )
+
+    def runs_units(self, fn: Any) -> bool:
+        """Whether units of FSDP are called inside the function: their parameters come and go with the call.
+
+        Not if it is the `forward` of a unit, or something inside: then the unit's hooks are outside of the region, and
+        have gathered before backward comes to what is in it, into the same tensors. FSDP1 has no hooks, it gathers in
+        its `forward`.
+        """
+        if "torch.distributed.fsdp" not in sys.modules:
+            return False
+        owner = None if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+        return any(is_unit(module, itself=module is not owner) for module in self._modules())
+
+    def note_talk(self) -> None:
+        """It talks at some calls and not at others: see each call from now on, so that all ranks keep the same."""
+        self.talks_at_times = True
+        for ledger in self.ledgers.values():
+            ledger.plan, ledger.may_tape, ledger.why_not_taped = None, False, TALKS_AT_TIMES
 
     def places(self) -> Places:
         """What finds paths relative to the region's modules."""

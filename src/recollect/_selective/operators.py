@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recollect._core.torch_private.collectives import written_by_collective
 from recollect._core.torch_private.ops import op_name
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.torch_private.schemas import (
@@ -34,7 +35,12 @@ ROUTING = frozenset(
 )
 """Operators whose results choose, without their overloads."""
 _HIDDEN_WRITERS = ("batch_norm", "instance_norm", "fake_quant")
-_COLLECTIVE_SPACES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_COLLECTIVE_SPACES = frozenset(
+    {"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem"}
+)
+# Of these spaces: gives what it is given, once it has arrived. Talks to nobody.
+_WAITS = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+_SYMMETRIC = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "tile_reduce", "shot_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +54,7 @@ class Operator:
         writes: positions and names of the arguments it writes into.
         is_random: it draws from a generator.
         is_routing: its results choose.
-        is_collective: it talks to other processes, about activations. What FSDP does to gather parameters does not
-            come here: it uses c10d's own operators, which write into buffers.
+        is_collective: it talks to other processes. About activations or about parameters: `parameters.py` tells.
         flops: counts the operations of one call, from its arguments and its result.
         hides_writes: it updates running statistics without a word in its schema.
         statistics: positions and names of the arguments it then writes into, without moving their versions.
@@ -68,14 +73,24 @@ class Operator:
     statistics: tuple[tuple[int, str], ...]
 
     @property
+    def fills(self) -> bool:
+        """Whether what comes from other processes is written into its arguments, and what it gives is no value."""
+        return self.is_collective and (bool(self.writes) or self.name.startswith("c10d."))
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it goes from one process to another, and not between all of a group."""
+        return self.name.startswith(("c10d.send", "c10d.recv"))
+
+    @property
     def can_be_kept(self) -> bool:
         """Whether recomputation can be given its result in place of running it.
 
-        Of the operators that write only those that fill a tensor with random numbers and give it back: the numbers are
-        copied there.
+        Of the operators that write only those that fill a tensor with random numbers and give it back, and those that
+        fill it with what comes from other processes: that is copied there.
         """
         if self.writes:
-            return self.is_random and self.is_view and len(self.writes) == 1
+            return self.is_collective or (self.is_random and self.is_view and len(self.writes) == 1)
         return not (self.is_ignored or self.is_view or self.is_unfilled)
 
 
@@ -94,15 +109,30 @@ def operator_of(func: Any) -> Operator:
         or space == "profiler"
         or (space in ("aten", "prim") and (short.startswith("sym_") or short in _QUERIES)),
         is_unfilled=space == "aten" and short in UNFILLED,
-        is_view=gives_alias(func),
-        writes=written_arguments(func),
+        is_view=gives_alias(func) or (space in _COLLECTIVE_SPACES and short in _WAITS),
+        writes=written_arguments(func) or written_by_collective(func),
         is_random=is_random(func),
         is_routing=short in ROUTING,
-        is_collective=space in _COLLECTIVE_SPACES,
+        is_collective=_is_collective(space, short),
         flops=flop_registry.get(getattr(func, "overloadpacket", func)),
         hides_writes=hides_writes,
         statistics=arguments_named(func, "running_mean", "running_var") if hides_writes else (),
     )
+
+
+def _is_collective(space: str, short: str) -> bool:
+    if space == "symm_mem":
+        return any(part in short for part in _SYMMETRIC)
+    return space in _COLLECTIVE_SPACES and short not in _WAITS
+
+
+@functools.cache
+def talking(operator: Operator) -> Operator:
+    """The same operator at a call that talks to other processes, as those of distributed tensors may.
+
+    What then is a view by its schema is none: what it gives has come from elsewhere.
+    """
+    return replace(operator, is_collective=True, is_view=operator.is_view and bool(operator.writes))
 
 
 def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -130,9 +160,27 @@ def is_cached_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return depth > 0
 
 
-def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one, whose memory can be told from others'."""
-    return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory of its own but wraps others: distributed ones, and those still on their way."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor consists of: itself, or what it wraps; none where memory cannot be told."""
+    if type(tensor) in _PLAIN:
+        return [tensor] if tensor.layout is torch.strided else []
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names if isinstance(inner := getattr(tensor, name), Tensor) for part in parts_of(inner)]
+
+
+def storages_in(*values: Any) -> list[torch.UntypedStorage]:
+    """The memory of the tensors among arguments or results."""
+    return [part.untyped_storage() for tensor in tensors_in(*values) for part in parts_of(tensor)]
 
 
 def tensors_in(*values: Any) -> list[Tensor]:

@@ -89,6 +89,8 @@ class Shelf:
 
     def settle(self, hooks: Hooks | None) -> None:
         """At the end of forward: inside other hooks, kept values are saved tensors of whoever set them."""
+        for kept in self.calls.values():
+            kept.settle()
         if hooks is None:
             return
         self._is_packed = True

@@ -7,6 +7,7 @@ policy says (`ledger.py`), and stay where nothing lighter is exact: see docs/des
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 from weakref import ref
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from recollect._core.errors import MismatchError
 from recollect._core.scope import current_run, is_last_recomputation
+from recollect._core.torch_private.collectives import answer, wait_for, works_in
 from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
 from recollect._core.torch_private.engine import current_pass
 from recollect._core.torch_private.schemas import OpOverload, count_results
@@ -31,7 +33,16 @@ from recollect._selective.kept import (
     sources_of,
     version_of,
 )
-from recollect._selective.operators import Operator, has_storage, is_cached_cast, operator_of, tensors_in
+from recollect._selective.operators import (
+    Operator,
+    is_cached_cast,
+    operator_of,
+    parts_of,
+    storages_in,
+    talking,
+    tensors_in,
+)
+from recollect._selective.parameters import moves_parameters
 from recollect._selective.shelf import Counter, Key, Shelf
 
 
@@ -58,6 +69,17 @@ def _at(places: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[s
     return tensors_in(*(args[position] if position < len(args) else kwargs.get(name) for position, name in places))
 
 
+def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument that an operator writes into, as it was given; None if it writes into none."""
+    for position, name in operator.writes[:1]:
+        return args[position] if position < len(args) else kwargs.get(name)
+    return None
+
+
+def _parts(tensors: list[Tensor]) -> list[Tensor]:
+    return [part for tensor in tensors for part in parts_of(tensor)]
+
+
 class _Made:
     """A call that is not kept, remembered in case its result is given a name."""
 
@@ -71,17 +93,57 @@ class _Made:
 
 
 class _Watch(DispatchMode):
-    """What both modes look away from: blocks that are kept whole, other recomputations, what autocast may cache."""
+    """What both modes look away from: kept blocks, other recomputations, what autocast may cache, parameters' gathers.
+
+    Attributes:
+        saw_gather: whether parameters are gathered inside the region.
+    """
 
     def __init__(self, shelf: Shelf) -> None:
         super().__init__()
         self._shelf = shelf
         self._counter = Counter()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
-        self.is_paused = False
+        self.is_paused = self.saw_gather = False
 
-    def _looks_away(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self.is_paused or current_run() is not self._run or is_cached_cast(func, args, kwargs)
+    def _looks_away(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.is_paused or current_run() is not self._run or is_cached_cast(func, args, kwargs):
+            return True
+        # Parameters are gathered without gradients; whoever does it with them is seen at the collective.
+        if (operator.is_collective or not torch.is_grad_enabled()) and moves_parameters():
+            self.saw_gather = True
+            return True
+        return False
+
+
+class _Overhearing(DispatchMode):
+    """Listens to one operator on wrappers, such as distributed tensors: does what it does beneath talk to others?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.talks = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Let wrappers do it; of what they do, note whether it talks."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        self.talks = self.talks or operator_of(func).is_collective
+        return func(*args, **(kwargs or {}))
+
+
+def _run_and_listen(
+    func: Callable[..., Any], operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Operator]:
+    """Run an operator on wrappers; gives its result, and the operator as it was at this call."""
+    with _Overhearing() as heard:
+        result = func(*args, **kwargs)
+    return result, talking(operator) if heard.talks else operator
 
 
 class ForwardWatch(_Watch):
@@ -94,6 +156,8 @@ class ForwardWatch(_Watch):
         own: ids of buffers: blocks may update them, which happens once.
         is_exact: whether saved tensors will be compared by value. Running statistics are among them, so what updates
             them must run again; otherwise they are better updated once.
+        tracks_memory: whether to know which memory was taken by the region itself, in case a collective fills some.
+            Where it is not known, what it was filled with is copied.
 
     Attributes:
         saw_backward: whether the function itself runs a backward pass.
@@ -107,6 +171,7 @@ class ForwardWatch(_Watch):
         notes_makers: bool = False,
         own: frozenset[int] = frozenset(),
         is_exact: bool = False,
+        tracks_memory: bool = False,
     ) -> None:
         super().__init__(shelf)
         self._decide, self._is_exact = decide, is_exact
@@ -114,14 +179,27 @@ class ForwardWatch(_Watch):
         self._pass = current_pass()
         self.saw_backward = self.wrote_outside = False
         self._made_inside: list[ref[Any]] = []
+        self._storages: dict[int, ref[Any]] | None = {} if tracks_memory else None
         self._makers: list[_Made] | None = [] if notes_makers else None
+        self._on_wrappers = False
 
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note whether there are wrappers among the arguments: 1 µs less than to look for them."""
+        self._on_wrappers = bool(types)
+        return self.meet(func, args, kwargs or {})
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
         """Run the operator and keep its result if it is to be kept."""
         operator = operator_of(func)
         if current_pass() != self._pass:
             self.saw_backward = True
-        if operator.is_ignored or self._looks_away(func, args, kwargs):
+        if operator.is_ignored or self._looks_away(func, operator, args, kwargs):
             return self._run_in_block(func, operator, args, kwargs) if self.is_paused else func(*args, **kwargs)
         if (operator.writes or operator.statistics) and self._shelf.calls:
             self._before_write(operator, args, kwargs)
@@ -129,7 +207,13 @@ class ForwardWatch(_Watch):
         # Compiled code takes its inputs out of the list it is given.
         inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
         call = self._counter.next((func, torch.is_grad_enabled()))  # counted here, like a call that raises
-        result = func(*args, **kwargs)
+        if self._on_wrappers:
+            given, operator = _run_and_listen(func, operator, args, kwargs)
+        else:
+            given = func(*args, **kwargs)
+        result = _at(operator.writes, args, kwargs) if operator.fills else given
+        if self._storages is not None and not (operator.is_view or operator.writes):
+            self._storages.update((id(storage), ref(storage)) for storage in storages_in(result))
         answer = self._decide(func, operator, call, args, kwargs, result)
         can_be_kept = operator.can_be_kept and not (self._is_exact and operator.hides_writes)
         if can_be_kept and (answer.is_kept or self._makers is not None):
@@ -139,14 +223,26 @@ class ForwardWatch(_Watch):
             if answer.is_kept:
                 if before is None:
                     refuse_capture(self._shelf.region, operator.name)
-                self._keep(made, result)
-                self._shelf.tally.count += torch.is_grad_enabled()
+                kept = self._keep(made, result)
+                if operator.is_collective:
+                    self._keep_collective(kept, operator, given, result)
+                self._shelf.tally.count += torch.is_grad_enabled() or operator.is_collective
             elif self._makers is not None:
                 # Of several results some may be gone when one is given a name: they are held until forward is over.
                 made.result = ref(result) if isinstance(result, Tensor) else result
                 made.versions = [version_of(tensor) for tensor in tensors_in(result)]
                 self._makers.append(made)
-        return result
+        return given
+
+    def _keep_collective(self, kept: KeptCall, operator: Operator, given: Any, result: Any) -> None:
+        """What is kept came from other processes, or is yet to come."""
+        kept.talks, kept.fills = True, operator.fills
+        kept.wait = partial(wait_for, works_in(given), [] if operator.fills else _parts(kept.tensors))
+        kept.is_message = operator.is_message
+        known = self._storages or {}
+        kept.is_borrowed = operator.fills and not all(
+            (weak := known.get(id(storage))) is not None and weak() is storage for storage in storages_in(result)
+        )
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -157,20 +253,19 @@ class ForwardWatch(_Watch):
     def _run_in_block(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator inside a block that is kept whole: see whether it writes into what others may read."""
         result = func(*args, **kwargs)
-        for tensor in _at(operator.writes, args, kwargs):
-            storage = tensor.untyped_storage()
-            if id(tensor) not in self._own and not any(weak() is storage for weak in self._made_inside):
-                self.wrote_outside = True
+        written = [tensor for tensor in _at(operator.writes, args, kwargs) if id(tensor) not in self._own]
+        if written and not moves_parameters():
+            for storage in storages_in(written):
+                if not any(weak() is storage for weak in self._made_inside):
+                    self.wrote_outside = True
         if not operator.is_view:
-            self._made_inside.extend(
-                ref(tensor.untyped_storage()) for tensor in tensors_in(result) if has_storage(tensor)
-            )
+            self._made_inside.extend(map(ref, storages_in(result)))
         return result
 
     def begin_block(self, given: list[Tensor]) -> None:
         """A block that is kept whole begins: look away. What it is given is looked after by its versions."""
         self.is_paused, self.wrote_outside = True, False
-        self._made_inside = [ref(tensor.untyped_storage()) for tensor in given if has_storage(tensor)]
+        self._made_inside = list(map(ref, storages_in(given)))
 
     def end_block(self) -> bool:
         """It is over; gives whether it wrote into something that it neither made nor was given."""
@@ -180,22 +275,25 @@ class ForwardWatch(_Watch):
     def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
         return read_states(sources_of(tensors_in(args, kwargs), (*args, *kwargs.values())))
 
-    def _keep(self, made: _Made, result: Any) -> None:
+    def _keep(self, made: _Made, result: Any) -> KeptCall:
         kept = KeptCall.of(made.operator.name, result, alias_with_version)
+        if type(result) is not Tensor:
+            kept.look_inside(tensors_in(result), alias_with_version)
         kept.place, kept.inputs, kept.states = made.answer.place, made.inputs, made.states
-        if made.operator.writes:  # its own write shows in the version only after this
+        if made.operator.writes and not made.operator.fills:  # its own write shows in the version only after this
             kept.copy_out()
         self._shelf.calls[made.key] = kept
+        return kept
 
     def keep_maker(self, value: Tensor) -> Answer | None:
         """Keep, after the fact, the operator call that made a value or what it is a view of; gives its answer.
 
         None if no such call is known: it ran in a kept block or outside of the region, or wrote the value in place.
         """
-        storage = value.untyped_storage()
+        storages = storages_in(value)
         for made in reversed(self._makers or ()):
             result = made.result() if isinstance(made.result, ref) else made.result
-            if any(tensor.untyped_storage() is storage for tensor in tensors_in(result)):
+            if any(one is other for one in storages_in(result) for other in storages):
                 if made.versions != [version_of(tensor) for tensor in tensors_in(result)]:
                     return None  # it was written into since: the value is not what the call gave
                 if made.key not in self._shelf.calls:
@@ -205,8 +303,7 @@ class ForwardWatch(_Watch):
         return None
 
     def _before_write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = _at((*operator.writes, *operator.statistics), args, kwargs)
-        storages = [tensor.untyped_storage() for tensor in written]
+        storages = storages_in(_at((*operator.writes, *operator.statistics), args, kwargs))
         for call in self._shelf.calls.values():
             if call.shares_memory(storages):
                 self._meet_write(call, operator)
@@ -274,14 +371,14 @@ class AgainWatch(_Watch):
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what was kept of this call, or run it."""
         operator = operator_of(func)
-        if operator.is_ignored or self._looks_away(func, args, kwargs):
+        if operator.is_ignored or self._looks_away(func, operator, args, kwargs):
             return func(*args, **kwargs)
         is_tracked = torch.is_grad_enabled()
         call = self._counter.next((func, is_tracked))
         kept = self._shelf.take((func, is_tracked, call))
         if kept is None:
             return func(*args, **kwargs)
-        self.served += is_tracked
+        self.served += is_tracked or kept.talks
         given = tensors_in(args, kwargs)
         if kept.inputs != metas_of(args, kwargs):
             self._mismatch(kept, call, given)
@@ -290,6 +387,10 @@ class AgainWatch(_Watch):
                 self._refuse(kept)
             return func(*args, **kwargs)
         result = kept.serve(is_last=is_last_recomputation())
+        if kept.fills:
+            for place, value in zip(_at(operator.writes, args, kwargs), result, strict=True):
+                place.copy_(value)
+            return answer(func, _given(operator, args, kwargs))
         if not operator.writes:
             return result
         ((position, name),) = operator.writes
