@@ -21,7 +21,7 @@ def places(model: nn.Module, rules: Any = None, **options: Any) -> dict[str, str
 
 
 def regions(model: nn.Module, rules: Any = None, **options: Any) -> list[str]:
-    return [name for name, what in places(model, rules, **options).items() if what != "save"]
+    return [name for name, what in places(model, rules, **options).items() if what.startswith("recompute")]
 
 
 def test_a_star_stays_within_one_part() -> None:
@@ -47,7 +47,7 @@ def test_a_predicate_is_asked_with_the_module_or_with_its_name_too() -> None:
 
 def test_the_first_rule_that_matches_decides() -> None:
     rules = {"layers.0": SAVE, "layers.*": RECOMPUTE}
-    assert places(GPT(layers=2), rules) == {"layers.0": "save", "layers.1": "recompute"}
+    assert places(GPT(layers=2), rules) == {"layers.0": "left as it is", "layers.1": "recompute"}
 
 
 def test_a_rule_that_comes_too_late_is_warned_about() -> None:
@@ -122,6 +122,52 @@ def test_dense_layers_among_sparse_ones_are_blocks_too() -> None:
     assert regions(model) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+def test_blocks_of_differing_sizes_are_no_stages_unless_they_hold_alike_blocks() -> None:
+    def unit(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
+
+    class Inverted(nn.Module):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(unit(inputs, 4 * inputs), unit(4 * inputs, outputs))
+
+        def forward(self, x: Any) -> Any:
+            return self.body(x)
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Inverted(2, 4), Inverted(4, 4)))
+    assert regions(model) == ["1.0", "1.1"]
+
+
+def test_one_module_in_several_places_is_a_block() -> None:
+    model = nn.Sequential(*[Block(8)] * 4)
+    assert regions(model) == ["0"]
+
+
+def test_a_list_of_one_block_is_enough() -> None:
+    assert regions(GPT(layers=1)) == ["layers.0"]
+    assert regions(nn.Transformer(8, 2, 1, 1, 16, batch_first=True)) == ["encoder.layers.0", "decoder.layers.0"]
+
+
+def test_recurrent_layers_in_a_list_are_blocks() -> None:
+    assert regions(nn.Sequential(nn.Linear(2, 2), nn.ModuleList(nn.LSTM(2, 2) for _ in range(2)))) == ["1.0", "1.1"]
+
+
+def test_parts_that_are_only_called_the_same_are_no_blocks() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+            self.critic = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
+
+    with pytest.raises(ValueError, match="Pair has no repeated blocks"):
+        recollect.apply(Pair())
+
+
+def test_lazy_models_have_blocks_too() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(2)))
+    assert regions(model) == ["0", "1"]
+
+
 def test_layers_that_are_parametrized_are_no_blocks() -> None:
     weight_norm = torch.nn.utils.parametrizations.weight_norm
     model = nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU(), weight_norm(nn.Linear(2, 2)))
@@ -156,10 +202,77 @@ def test_a_shared_module_is_found_by_each_of_its_names() -> None:
     assert regions(model, {"*": RECOMPUTE}) == ["first", "third"]
 
 
-def test_a_module_inside_itself_is_no_trap() -> None:
+def test_modules_inside_themselves_are_no_trap() -> None:
     model = nn.Sequential(Block(8), Block(8))
-    model[0].parent = model
-    assert regions(model, {"*": RECOMPUTE})[:1] == ["0"]
+    for block in model:
+        block.parent = model
+    assert regions(model, {"*": RECOMPUTE}) == ["0", "1"]
+    assert regions(model) == ["0", "1"]
+
+
+def test_modules_that_refer_to_each_other_are_listed_in_time() -> None:
+    blocks = [nn.Module() for _ in range(24)]
+    for index, block in enumerate(blocks):
+        block.earlier = nn.ModuleList(blocks[:index])
+    with pytest.raises(ValueError, match="matches no module of ModuleList"):
+        recollect.apply(nn.ModuleList(blocks), {"nowhere": RECOMPUTE})
+
+
+def test_a_module_itself_is_a_key() -> None:
+    model = GPT()
+    assert regions(model, {model.layers[2]: RECOMPUTE}) == ["layers.2"]
+
+
+def test_names_may_hold_any_characters() -> None:
+    model = nn.Sequential(nn.ModuleDict({"w[0]": nn.Linear(2, 2), "²": nn.Linear(2, 2)}))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model[0]
+
+        def forward(self, x: Any) -> Any:
+            for part in self.parts.values():  # type: ignore[operator]
+                x = part(x).sin()
+            return x
+
+    both: Any = nn.Sequential(Both())
+    handle = recollect.apply(both, {Both: RECOMPUTE, nn.Linear: SAVE})
+    both(torch.ones(1, 2)).sum().backward()
+    assert "0.parts.w[0]" in str(handle)
+
+
+def test_what_several_regions_share_stays_with_those_that_stay() -> None:
+    shared = nn.LayerNorm(8)
+
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = shared, nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(self.norm(x))
+
+    model = nn.Sequential(*(Sharing() for _ in range(4)))
+    found = places(model, {Sharing: RECOMPUTE, nn.LayerNorm: SAVE}, every=2)
+    assert found == {"0": "recompute", "0.norm": "save", "2": "recompute"}
+
+
+def test_a_predicate_may_have_a_default() -> None:
+    assert regions(GPT(), {lambda name, module=None: name == "layers.1": RECOMPUTE}) == ["layers.1"]
+    assert regions(GPT(), {lambda module, kind=Block: isinstance(module, kind): RECOMPUTE}) == regions(GPT())
+
+
+def test_a_list_with_a_forward_of_its_own_is_called() -> None:
+    class Dense(nn.ModuleDict):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.values():
+                x = torch.cat([x, part(x)], -1)
+            return x
+
+    model = nn.Sequential(Dense({"a": nn.Linear(2, 2), "b": nn.Linear(4, 2)}), nn.Linear(6, 1))
+    assert regions(model, {Dense: RECOMPUTE}) == ["0"]
+    model(torch.ones(1, 2)).sum().backward()
 
 
 # What is refused.
@@ -171,6 +284,11 @@ def test_a_module_inside_itself_is_no_trap() -> None:
         ({"layer.*": RECOMPUTE}, "pattern 'layer.*' matches no module of GPT; near that: 'layers.*'"),
         ({"layers.9": RECOMPUTE}, "pattern 'layers.9' matches no module of GPT; near that: 'layers.*'"),
         ({"**.attention": RECOMPUTE}, "near that: 'layers.*.attn"),
+        ({"layers[0]": RECOMPUTE}, "near that: 'layers.*'"),
+        ({"model.layers.*": RECOMPUTE}, "near that: 'layers.*'"),
+        ({"layers.*.attn.weight": RECOMPUTE}, "'layers.*.attn', "),
+        ({r"re:layer\..": RECOMPUTE}, "near that: 'layers.*'"),
+        ({"check": "values"}, "{'check': 'values'} are options of a region, and name no module; give them to modules"),
         ({nn.Conv2d: RECOMPUTE}, "rule Conv2d matches no module of GPT; classes there: GPT, Embedding, Block"),
         ({lambda m: False: RECOMPUTE}, "matches no module of GPT; classes there"),
         ({"layers": RECOMPUTE}, "rule 'layers' matches 'layers' of GPT only: a ModuleList is never called itself"),
@@ -249,6 +367,24 @@ def test_a_module_is_applied_to_once() -> None:
     recollect.apply(model, {"layers.0": RECOMPUTE})
 
 
+def test_what_an_earlier_region_does_not_know_of_is_refused() -> None:
+    model = GPT()
+    recollect.apply(model, {"layers.*": RECOMPUTE})
+    with pytest.raises(ValueError, match=r"module 'attn' of 'layers.0' cannot be kept: 'layers.0' is a region by an"):
+        recollect.apply(model, {"layers.*.attn": SAVE})
+    recollect.apply(model, {"layers.*.attn": RECOMPUTE})
+
+
+def test_a_forward_that_is_a_property_is_refused() -> None:
+    class Odd(nn.Module):
+        @property
+        def forward(self) -> Any:  # type: ignore[override]
+            return torch.sin
+
+    with pytest.raises(ValueError, match="its class makes forward a property"):
+        recollect.apply(nn.Sequential(Odd()), {"0": RECOMPUTE})
+
+
 def test_what_is_wrapped_already_is_refused() -> None:
     model: Any = Looped()
     model.block = compat.checkpoint_wrapper(model.block)
@@ -259,5 +395,5 @@ def test_what_is_wrapped_already_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="compiled by TorchScript"):
+    with pytest.raises(ValueError, match="it is compiled by TorchScript, and has no Python code"):
         recollect.apply(model, {"0": RECOMPUTE})

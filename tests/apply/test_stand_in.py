@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import threading
 import types
 import weakref
@@ -17,7 +18,6 @@ from torch.nn.utils import parametrizations
 
 import recollect
 from recollect import Decision
-from recollect._apply.stand_in import StandIn
 from tests.models import GPT, Block, Looped
 
 RECOMPUTE = Decision.RECOMPUTE
@@ -96,12 +96,64 @@ def test_a_copy_of_a_part_is_bound_to_the_copy() -> None:
     assert model[0].linear.weight.grad is None
 
 
-def test_a_copy_of_forward_alone_is_the_plain_one() -> None:
+def test_a_class_that_copies_itself_is_copied_as_it_says() -> None:
+    class Copied(Counting):
+        def __deepcopy__(self, memo: dict[int, Any]) -> "Copied":
+            new = Copied()
+            vars(new).update(copy.deepcopy(vars(self), memo))
+            return new
+
+    model = applied(Copied())
+    twin = copy.deepcopy(model)
+    twin(torch.ones(2, 3)).sum().backward()
+    assert (twin[0].runs, model[0].runs) == (2, 0)
+    assert twin[0].linear.weight.grad is not None
+    assert model[0].linear.weight.grad is None
+
+
+def test_a_shallow_copy_is_plain() -> None:
     model = applied()
-    plain = copy.deepcopy(model[0].forward)
-    assert not isinstance(plain, StandIn)
-    plain(torch.ones(2, 3)).sum().backward()
-    assert model[0].runs == 1
+    twin = copy.copy(model[0])
+    assert "forward" not in vars(twin)
+    twin(torch.ones(2, 3)).sum().backward()
+    assert (twin.runs, model[0].runs) == (1, 0)
+
+
+def test_a_pickled_module_has_no_trace() -> None:
+    model = applied()
+    plain = Counting()
+    assert list(vars(pickle.loads(pickle.dumps(model[0])))) == list(vars(plain))
+    assert {*vars(model[0])} - {*vars(plain)} == {"forward", "__deepcopy__", "__reduce_ex__"}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        twin = pickle.loads(pickle.dumps(model, protocol))
+        twin(torch.ones(2, 3)).sum().backward()
+        assert (twin[0].runs, model[0].runs) == (1, 0)
+
+
+def test_a_forward_without_its_module_says_so() -> None:
+    forward = applied()[0].forward
+    with pytest.raises(RuntimeError, match=r"the module of this forward \('0', a region of recollect.apply\) is gone"):
+        forward(torch.ones(2, 3))
+
+
+def test_a_static_forward_is_called_as_it_is() -> None:
+    class Static(nn.Module):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    applied(Static())(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])  # type: ignore[arg-type]
+
+
+def test_forward_tells_readers_what_they_ask_of_a_function() -> None:
+    model = applied()
+    forward, plain = model[0].forward, Counting().forward
+    assert forward.__name__ == "forward"
+    assert forward.__qualname__ == plain.__qualname__
+    assert forward.__annotations__ == plain.__annotations__
+    assert not hasattr(forward, "__func__")  # who unbinds it would leave the region out
 
 
 def test_a_forward_set_before_is_run_as_the_region() -> None:

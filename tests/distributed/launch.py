@@ -51,7 +51,11 @@ _START_LIMIT_S = 120.0
 _GRACE_S = 2.0  # what the other ranks get when one has failed; they may be waiting for it
 # Loaded once, by the process that the ranks are forked from.
 _PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel", "pytest", "recollect"]
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+_ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",  # the ranks work on the CPU; with a device in sight FSDP would take that
+}
 
 _context = multiprocessing.get_context("forkserver")
 

@@ -19,7 +19,9 @@ class AppliedPlace:
     rule: str
     """The rule that decided, as its user wrote it."""
     is_region: bool
-    """Whether its calls are regions; else it is kept as it is."""
+    """Whether its calls are regions."""
+    is_kept: bool
+    """Whether it lies in a region and is not run again there."""
 
 
 def describe_places(places: Sequence[AppliedPlace]) -> list[str]:
@@ -37,7 +39,7 @@ def _group(places: Iterable[AppliedPlace]) -> list[list[AppliedPlace]]:
     for place in places:
         parts = place.name.split(".")
         # The first number is the layer's; others (experts, branches) stay apart.
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        number = next((i for i, part in enumerate(parts) if _is_number(part)), None)
         frame = tuple("" if i == number else part for i, part in enumerate(parts))
         key = (frame, number, place.class_name, place.what, place.rule)
         groups.setdefault(key, []).append(place)
@@ -53,11 +55,15 @@ def _join(names: list[str]) -> str:
     if len(names) == 1:
         return names[0] or "(the model)"
     split = [name.split(".") for name in names]
-    place = next(i for i, part in enumerate(split[0]) if part.isdigit())
+    place = next(i for i, part in enumerate(split[0]) if _is_number(part))
     numbers = sorted(int(parts[place]) for parts in split)
     parts = list(split[0])
     parts[place] = _ranges(numbers)
     return ".".join(parts)
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdigit()
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -2,19 +2,20 @@
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
 outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each stage of
-other sizes (as in Swin), are passed through to the blocks. Where no list repeats anything, siblings of one class under
-any module are taken (a U-Net written as ``down1``, ``down2``, ...).
+other sizes (as in Swin), are passed through to the blocks. Where no list repeats anything, lists of one block are
+taken, or else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Hold modules and are never called themselves."""
+from recollect._apply.forwards import is_called
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -27,37 +28,59 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     >>> [name for name, module in model.named_modules() if module in find_blocks(model)]
     ['1.0', '1.1']
     """
-    return _search(model, _LISTS) or _search(model, (nn.Module,))
+    found = set(
+        _search(model, _LISTS, _repeated)
+        or _search(model, (nn.ModuleList,), _any)
+        or _search(model, (nn.Module,), _repeated_by_hand)
+    )
+    return [module for module in model.modules() if module in found]
 
 
-def _search(model: nn.Module, parents: tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    """The outermost groups of repeated children under parents of these classes."""
+Choose = Callable[[list[nn.Module]], list[nn.Module]]
+"""Picks blocks among the children of a module."""
+
+
+def _search(
+    model: nn.Module, parents: tuple[type[nn.Module], ...], choose: Choose, around: frozenset[nn.Module] = frozenset()
+) -> list[nn.Module]:
+    """The outermost blocks under parents of these classes."""
     found: dict[nn.Module, None] = {}
-    seen: set[nn.Module] = set()
+    seen = set(around)
     stack = [model]
     while stack:
         module = stack.pop()
         if module in seen or module in found:
             continue
         seen.add(module)
-        children = list(dict.fromkeys(module.children()))
+        children = [child for child in vars(module)["_modules"].values() if child is not None]
         if isinstance(module, parents):
-            blocks = _repeated(children)
-            if blocks and not _are_stages(blocks):
+            blocks = choose(children)
+            if blocks and not _are_stages(blocks, frozenset(seen)):
                 found.update(dict.fromkeys(blocks))
         stack.extend(reversed(children))
-    return [module for module in model.modules() if module in found]
+    return list(found)
 
 
-def _repeated(children: Iterable[nn.Module]) -> list[nn.Module]:
+def _repeated(children: list[nn.Module]) -> list[nn.Module]:
+    """Those of a class that is there more than once; one module that is there several times, too."""
     candidates = [child for child in children if _is_block(child)]
     count = Counter(map(type, candidates))
     return [child for child in candidates if count[type(child)] > 1]
 
 
+def _repeated_by_hand(children: list[nn.Module]) -> list[nn.Module]:
+    """The same of attributes, among which a plain Sequential says nothing: any two parts may be one."""
+    return [child for child in _repeated(children) if type(child) is not nn.Sequential]
+
+
+def _any(children: list[nn.Module]) -> list[nn.Module]:
+    """Also of a list that holds one block only."""
+    return [child for child in children if _is_block(child)]
+
+
 def _is_block(module: nn.Module) -> bool:
     """Whether it is more than a list or one layer of torch: it has parts, or a forward of its user's."""
-    if isinstance(module, CONTAINERS) or next(module.parameters(), None) is None:
+    if not is_called(module) or next(module.parameters(), None) is None:
         return False
     if type(module) is nn.Sequential:
         # One that holds blocks is a stage; one of plain layers is a block itself.
@@ -65,14 +88,20 @@ def _is_block(module: nn.Module) -> bool:
     kind, parts = type(module), dict(module.named_children())
     if parts.pop("parametrizations", None) is not None:
         kind = kind.__mro__[1]  # a class made for this module alone, over its own
-    return bool(parts) or not kind.__module__.startswith("torch.nn.modules")
+    is_layer = kind.__module__.startswith("torch.nn.modules") and not issubclass(kind, nn.RNNBase)
+    return bool(parts) or not is_layer
 
 
-def _are_stages(blocks: list[nn.Module]) -> bool:
-    """Whether no two of them are alike in their sizes, and each holds blocks of its own."""
-    alike = Counter(map(_sizes, blocks))
-    return max(alike.values()) == 1 and all(_search(block, _LISTS) for block in blocks)
+def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
+    """Whether no two of them are alike in their sizes, while each holds blocks of its own that are."""
+    if _most_alike(blocks) > 1:
+        return False
+    return all(_most_alike(_search(block, _LISTS, _repeated, seen)) > 1 for block in blocks)
 
 
-def _sizes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+def _most_alike(blocks: list[nn.Module]) -> int:
+    return max(Counter(map(_sizes, blocks)).values(), default=0)
+
+
+def _sizes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
-from weakref import ref
 
 from torch import nn
 
@@ -16,8 +16,8 @@ from recollect._apply.applied import AppliedPlace, describe_places
 from recollect._apply.blocks import find_blocks
 from recollect._apply.options import Choices
 from recollect._apply.rules import PRESETS, Rule, Value, parse_preset, parse_rules, parse_value
-from recollect._apply.stand_in import StandIn, put, stand_in_of, take_away
-from recollect._apply.targets import Target, describe_unmatched, find_targets
+from recollect._apply.stand_in import StandIn, stand_in_of
+from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
 from recollect._core.decisions import Decision
 from recollect._core.units import count_noun, list_some
 from recollect._policy.base import PolicyLike
@@ -34,20 +34,21 @@ class Applied:
 
     Attributes:
         places: what became of each module that a rule matched, in the model's order.
+        is_removed: whether it was undone.
     """
 
-    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
+    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace], stand_ins: Iterable[StandIn]) -> None:
         self._model_name = type(model).__name__
         self.places = tuple(places)
-        self._put: list[tuple[ref[nn.Module], StandIn]] = []
+        self._stand_ins = list(stand_ins)
+        self.is_removed = False
 
     def remove(self) -> None:
-        """Take everything away: each module is as it was. Copies of the model keep theirs, see `remove`."""
-        for weak, stand_in in self._put:
-            module = weak()
-            if module is not None:
-                take_away(module, stand_in)
-        self._put.clear()
+        """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
+        for stand_in in self._stand_ins:
+            stand_in.take_away()
+        self._stand_ins.clear()
+        self.is_removed = True
 
     def __enter__(self) -> Self:
         """Nothing; leaving the block removes what was applied."""
@@ -61,10 +62,12 @@ class Applied:
     def __str__(self) -> str:
         """The table."""
         regions = sum(place.is_region for place in self.places)
-        kept = len(self.places) - regions
+        kept = sum(place.is_kept for place in self.places)
         head = f"recollect.apply: {count_noun(regions, 'region')} in {self._model_name}"
         if kept:
             head += f", {count_noun(kept, 'module')} kept"
+        if self.is_removed:
+            head += " (removed)"
         return "\n".join([head, *describe_places(self.places)])
 
     __repr__ = __str__
@@ -80,8 +83,8 @@ def apply(
     """Make modules of a model forget their activations, by name, class or predicate, without an edit.
 
     Names, classes, state_dict, hooks and results of the model stay as they are; each matched module's ``forward``
-    becomes a region, within the module's hooks. A deep copy of the model has the same regions; a pickled model is the
-    plain one. Before or after DDP, FSDP, freezing or torch.compile makes no difference.
+    becomes a region, within the module's hooks. A deep copy of the model has the same regions; a shallow copy and a
+    pickled model are plain. Before or after DDP, FSDP, freezing or torch.compile makes no difference.
 
     Args:
         model: any module; it is changed in place.
@@ -90,8 +93,8 @@ def apply(
             tuple of classes, or a function of the module (or of its name and it). A value is a `Decision`, a policy,
             ``"full"``, ``"selective"``, or a mapping of the options of `checkpoint`. A module that is saved inside one
             that is recomputed is not run again.
-            Or, for the model's repeated blocks: one of these values, ``"selective"`` (attention and every second
-            matrix product are kept) or ``"every:2"``. None means ``"full"``.
+            Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention and every
+            second matrix product are kept) or ``"every:2"``. None means ``"full"``.
         every: of the regions that the rules give, outermost ones in the model's order, only each so many-th: 2 takes
             the first, third and so on.
         first: only of the first so many.
@@ -127,7 +130,7 @@ def apply(
     >>> recollect.apply(model, {"layers.*": Decision.RECOMPUTE})
     Traceback (most recent call last):
     ...
-    ValueError: pattern 'layers.*' matches no module of Sequential; near that: '*.self_attn', ...
+    ValueError: pattern 'layers.*' matches no module of Sequential; near that: '*', ...
     """
     if not isinstance(model, nn.Module):
         message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {model!r}"
@@ -144,12 +147,16 @@ def apply(
         every = every or preset
         chosen = _choose_blocks(model, targets, rule)
     chosen = _thin_out(chosen, every or 1, first)
-    _check_free(chosen)
-    handle = Applied(model, [_place(target, rule) for target, rule in chosen])
-    for target, rule in chosen:
-        if rule.choices is not None:
-            choices = _keeping(rule.choices, _saved_in(target, chosen))
-            handle._put.append((ref(target.module), put(target.module, target.name, choices)))  # noqa: SLF001
+    _check_free(chosen, targets)
+    saved, regions = _find_saved(chosen), by_name(_regions_in(chosen))
+    stand_ins = [
+        StandIn(target.module, target.name, _keeping(rule.choices, saved.get(id(target), [])))
+        for target, rule in chosen
+        if rule.choices is not None
+    ]
+    handle = Applied(model, [_place(target, rule, regions) for target, rule in chosen], stand_ins)
+    for stand_in in stand_ins:
+        stand_in.put()
     _log.info("%s", handle)
     return handle
 
@@ -170,7 +177,7 @@ def remove(model: nn.Module) -> None:
         raise TypeError(message)
     for module in model.modules():
         while (stand_in := stand_in_of(module)) is not None:
-            take_away(module, stand_in)
+            stand_in.take_away()
 
 
 Chosen = list[tuple[Target, Rule]]
@@ -268,58 +275,89 @@ def _count_parameters(target: Target) -> int:
     return sum(parameter.numel() for parameter in target.chain[-1].parameters())
 
 
+def _regions_in(chosen: Chosen) -> list[Target]:
+    return [target for target, rule in chosen if rule.choices is not None]
+
+
 def _thin_out(chosen: Chosen, every: int, first: int | None) -> Chosen:
-    """Leave out regions, and whatever lies inside of those that are left out."""
+    """Leave out regions, and whatever lies only inside of those that are left out."""
     if every == 1 and first is None:
         return chosen
-    regions = [target for target, rule in chosen if rule.choices is not None]
-    outermost = [target for target in regions if not any(target.is_inside(other) for other in regions)]
-    stay = outermost[slice(0, first, every)]
-    gone = [target for target in outermost if target not in stay]
-    return [
-        (target, rule)
-        for target, rule in chosen
-        if target not in gone and not any(target.is_inside(other) for other in gone)
-    ]
+    regions = by_name(_regions_in(chosen))
+    outermost = [target for target in _regions_in(chosen) if next(target.inside(regions), None) is None]
+    stay = {id(target) for target in outermost[slice(0, first, every)]}
+    gone = {id(target) for target in outermost} - stay
+
+    def stays(target: Target) -> bool:
+        around = {id(region) for region, _ in target.inside(regions)}
+        return id(target) not in gone and (not around & gone or bool(around & stay))
+
+    return [(target, rule) for target, rule in chosen if stays(target)]
 
 
-def _check_free(chosen: Chosen) -> None:
-    """Refuse modules that cannot be made regions."""
-    for target, rule in chosen:
-        if rule.choices is None:
-            continue
-        if target.is_compiled and (kept := _saved_in(target, chosen)):
-            message = (
-                f"module '{kept[0]}' of '{target.name}' cannot be kept: '{target.name}' is compiled, and its parts are "
-                "not called one by one.\nApply the rules before torch.compile, or leave this one out"
-            )
-            raise ValueError(message)
+def _check_free(chosen: Chosen, targets: list[Target]) -> None:
+    """Refuse what cannot be done.
+
+    Raises:
+        ValueError: a module can be no region, or cannot be kept by one.
+    """
+    for target in _regions_in(chosen):
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:
             why = "it is a region already, by an earlier recollect.apply: remove that one first (handle.remove())"
         if why is not None:
             message = f"module '{target.name}' ({type(target.module).__name__}) cannot be made a region: {why}"
             raise ValueError(message)
+    compiled = by_name(target for target in _regions_in(chosen) if target.is_compiled)
+    earlier = by_name(target for target in targets if stand_in_of(target.module) is not None)
+    for target, rule in chosen:
+        if rule.choices is not None:
+            continue
+        for region, path in target.inside(compiled):
+            message = (
+                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is compiled, and its parts are "
+                "not called one by one.\nApply the rules before torch.compile, or leave this one out"
+            )
+            raise ValueError(message)
+        for region, path in target.inside(earlier):
+            message = (
+                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is a region by an earlier "
+                "recollect.apply.\nRemove that one (handle.remove()), and give the rules for both at once"
+            )
+            raise ValueError(message)
 
 
-def _saved_in(region: Target, chosen: Chosen) -> list[str]:
-    """Paths, as seen from a region, of the modules in it that are to be kept."""
-    kept = [target for target, rule in chosen if rule.choices is None]
-    return [path for target in kept if target.is_inside(region) for path in target.paths_in(region)]
+def _find_saved(chosen: Chosen) -> dict[int, list[str]]:
+    """For each region, by its id, the paths of the modules in it that are to be kept, as seen from there."""
+    regions = by_name(_regions_in(chosen))
+    saved: dict[int, list[str]] = {}
+    for target, rule in chosen:
+        if rule.choices is None:
+            for region, path in target.inside(regions):
+                saved.setdefault(id(region), []).append(path)
+    return saved
 
 
 def _keeping(choices: Choices, paths: list[str]) -> Choices:
     if not paths:
         return choices
-    kept = save_modules(*paths)
+    kept = save_modules(*map(_as_pattern, dict.fromkeys(paths)))
     return replace(choices, policy=kept if choices.policy is None else first_match(kept, choices.policy))
 
 
-def _place(target: Target, rule: Rule) -> AppliedPlace:
+def _as_pattern(path: str) -> str:
+    """A pattern that matches this path alone."""
+    return f"re:{re.escape(path)}" if re.search(r"[*?\[\]]", path) else path
+
+
+def _place(target: Target, rule: Rule, regions: dict[str, Target]) -> AppliedPlace:
+    is_region = rule.choices is not None
+    is_kept = not is_region and next(target.inside(regions), None) is not None
     return AppliedPlace(
         name=target.name,
         class_name=type(target.chain[-1]).__name__,
-        what=rule.what,
+        what=rule.what if is_region or is_kept else "left as it is",
         rule=rule.text,
-        is_region=rule.choices is not None,
+        is_region=is_region,
+        is_kept=is_kept,
     )

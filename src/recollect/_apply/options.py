@@ -58,7 +58,7 @@ def parse_choices(
     return Choices(options=options, policy=None if policy is None else as_policy(policy))
 
 
-_NAMES = ("policy", "preserve_rng", "early_stop", "check")
+OPTIONS = ("policy", "preserve_rng", "early_stop", "check")
 
 
 def parse_mapping(options: Mapping[str, Any]) -> Choices:
@@ -75,9 +75,9 @@ def parse_mapping(options: Mapping[str, Any]) -> Choices:
     ValueError: no option is named 'earlystop'; near that: 'early_stop'
     """
     for name in options:
-        if name not in _NAMES:
-            near = nearest(str(name), _NAMES)
-            found = f"near that: {quote_all(near)}" if near else f"options are {quote_all(_NAMES)}"
+        if name not in OPTIONS:
+            near = nearest(str(name), OPTIONS)
+            found = f"near that: {quote_all(near)}" if near else f"options are {quote_all(OPTIONS)}"
             message = f"no option is named {name!r}; {found}"
             raise ValueError(message)
     return parse_choices(**options)

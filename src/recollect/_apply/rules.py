@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from recollect._apply.options import Choices, parse_mapping
+from recollect._apply.options import OPTIONS, Choices, parse_mapping
 from recollect._core.decisions import Decision, Site
 from recollect._policy.base import Policy, PolicyLike, Verdict, as_policy, name_function
 from recollect._policy.combine import first_match
 from recollect._policy.patterns import compile_pattern
 from recollect._policy.rules import save_attention, save_every
 
-Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[..., bool]
-"""Which modules: a pattern over names, a class or several, or a function of the module, or of its name and it."""
+Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | nn.Module | Callable[..., bool]
+"""Which modules: a pattern over names, a class or several, a module itself, or a function of it, or of name and it."""
 
 Value = str | PolicyLike | Mapping[str, Any]
 """What becomes of them: a decision, a policy, ``"full"`` or ``"selective"``, or options of `recollect.checkpoint`."""
@@ -69,6 +69,12 @@ def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
     """
     if not rules:
         message = "the rules are empty; leave them out to recompute the model's repeated blocks"
+        raise ValueError(message)
+    if all(key in OPTIONS for key in rules):
+        message = (
+            f"{dict(rules)!r} are options of a region, and name no module; give them to modules, as in "
+            f"{{'layers.*': {dict(rules)!r}}}"
+        )
         raise ValueError(message)
     return [_parse_rule(key, value) for key, value in rules.items()]
 
@@ -123,6 +129,8 @@ def _describe_key(key: object) -> str:
         return repr(key)
     if isinstance(key, type):
         return key.__name__
+    if isinstance(key, nn.Module):
+        return f"the {type(key).__name__} given"
     if isinstance(key, tuple):
         return f"({', '.join(map(_describe_key, key))})"
     return name_function(key) if callable(key) else repr(key)
@@ -136,6 +144,8 @@ def _parse_key(key: Key) -> Callable[[str, nn.Module], bool]:
     if _is_classes(key if isinstance(key, tuple) else (key,)):
         kinds: Any = key
         return lambda name, module: isinstance(module, kinds)
+    if isinstance(key, nn.Module):
+        return lambda name, module: module is key
     if isinstance(key, type | tuple) or not callable(key):
         message = (
             f"rule {_describe_key(key)}: expected a pattern over module names, a subclass of torch.nn.Module (or a "
@@ -160,7 +170,8 @@ def _takes_name(ask: Callable[..., Any]) -> bool:
     except (ValueError, TypeError):  # a builtin without one
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
+    given = [one for one in parameters if one.kind in positional]
+    return sum(one.default is one.empty for one in given) > 1 or (len(given) > 1 and given[0].name == "name")
 
 
 def parse_preset(text: str) -> tuple[Value, int | None]:

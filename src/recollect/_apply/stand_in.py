@@ -3,49 +3,86 @@
 It is an entry in the instance's dictionary, where torch finds it before the class's own ``forward``. So the region lies
 within all hooks of the module, whoever registered them and when: those of FSDP gather and cast before it begins, users'
 hooks fire once, and torch.compile traces it as it traces any ``forward``. Class, names and state_dict do not show it.
-See docs/design/models.md.
+Two more entries answer those who copy or pickle the module. See docs/design/models.md.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
+from recollect._apply.forwards import forward_of
 from recollect._apply.options import Choices
 
 _NAME = "forward"
+_DEEPEST = 16  # forwards over forwards
+_STATE = 2  # its place in what `__reduce_ex__` gives
+# What readers of a function ask it for. Not what it is bound to: who unbinds it would leave the region out.
+_PASSED_ON = frozenset({"__name__", "__qualname__", "__annotations__", "__doc__", "__code__", "__globals__"})
 
 
 class StandIn:
     """Calls a module's own ``forward`` as a region; holds the module weakly, so that no cycle arises.
 
-    A deep copy of the module carries a stand-in of its own. A pickled module is the plain one: its file needs nothing
-    of this library. A stand-in that someone has covered by a ``forward`` of theirs cannot be taken away; removed, it
-    passes calls on as they are.
+    A deep copy of the module has a stand-in of its own; a shallow copy and a pickled module are plain. A stand-in that
+    someone has covered by a ``forward`` of theirs cannot be taken away; removed, it passes calls on as they are.
     """
 
-    __slots__ = ("__weakref__", "_covered", "_module", "choices", "is_removed", "name")
-
-    def __init__(self, module: nn.Module, name: str, choices: Choices, covered: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, name: str, choices: Choices) -> None:
+        table = vars(module)
         self._module = ref(module)
-        self._covered = covered
+        self._covered: Callable[..., Any] | None = table.get(_NAME)
         self.name, self.choices = name, choices
         self.is_removed = False
+        self._replaced = {key: table[key] for key in self._entries() if key in table}
+
+    def _entries(self) -> dict[str, Any]:
+        """What it puts into the module; made anew each time, because held it would hold this object."""
+        return {_NAME: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self._reduce_module}
+
+    def put(self) -> None:
+        """Stand in the module."""
+        vars(self._owner()).update(self._entries())
+
+    def take_away(self) -> None:
+        """Undo `put`; once is enough."""
+        self.is_removed = True
+        module = self._module()
+        if module is not None:
+            self._leave(module)
+
+    def _leave(self, module: nn.Module) -> dict[str, Any]:
+        """Take the entries away; gives those that were still there."""
+        table = vars(module)
+        found = {key: entry for key, entry in self._entries().items() if table.get(key) == entry}
+        for key in found:
+            if key in self._replaced:
+                table[key] = self._replaced[key]
+            else:
+                del table[key]
+        return found
+
+    def _owner(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            message = (
+                f"the module of this forward ('{self.name}', a region of recollect.apply) is gone. Keep the module and "
+                "call it, in place of its forward alone"
+            )
+            raise RuntimeError(message)
+        return module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """What it stands for: the class's ``forward``, or what stood in the instance before."""
         if self._covered is not None:
             return self._covered
-        module = self._module()
-        assert module is not None, "a module outlives its own attributes"
-        own: Callable[..., Any] = MethodType(type(module).forward, module)
+        module = self._owner()
+        own: Callable[..., Any] = forward_of(type(module)).__get__(module, type(module))
         return own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,40 +92,36 @@ class StandIn:
             return own(*args, **kwargs)
         return self.choices.region(self.name, own).call(args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _PASSED_ON:
+            return getattr(self.__wrapped__, name)
+        raise AttributeError(name)
+
     def __repr__(self) -> str:
         return f"<forward of '{self.name}' as a region of recollect>"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module()))
-        covered = copy.deepcopy(self._covered, memo)
-        if copied is None or self.is_removed:  # a copy of the stand-in alone is the plain forward
-            return self.__wrapped__ if covered is None else covered
-        return StandIn(copied, self.name, self.choices, covered)
+    # Copies and pickles: made as if nothing was there, then, of a deep copy, the same is put there.
+    def _copy_module(self, memo: dict[int, Any]) -> Any:
+        module = self._owner()
+        entries = self._leave(module)
+        try:
+            copied = copy.deepcopy(module, memo)
+        finally:
+            vars(module).update(entries)
+        if _NAME in entries:
+            StandIn(copied, self.name, self.choices).put()
+        return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._covered is not None:
-            return functools.partial, (self._covered,)
-        return getattr, (self._module(), _NAME)
-
-
-def put(module: nn.Module, name: str, choices: Choices) -> StandIn:
-    """Make each call of a module a region."""
-    stand_in = StandIn(module, name, choices, vars(module).get(_NAME))
-    vars(module)[_NAME] = stand_in
-    return stand_in
-
-
-def take_away(module: nn.Module, stand_in: StandIn) -> None:
-    """Undo `put`; once is enough."""
-    if stand_in.is_removed:
-        return
-    stand_in.is_removed = True
-    table = vars(module)
-    if table.get(_NAME) is stand_in:
-        if stand_in._covered is None:  # noqa: SLF001
-            del table[_NAME]
-        else:
-            table[_NAME] = stand_in._covered  # noqa: SLF001
+    def _reduce_module(self, protocol: Any) -> Any:
+        module = self._owner()
+        entries = self._leave(module)
+        try:
+            reduced: Any = type(module).__reduce_ex__(module, protocol)
+            if isinstance(reduced, tuple) and len(reduced) > _STATE and reduced[_STATE] is vars(module):
+                reduced = (*reduced[:_STATE], dict(vars(module)), *reduced[_STATE + 1 :])
+        finally:
+            vars(module).update(entries)
+        return reduced
 
 
 def stand_in_of(module: nn.Module) -> StandIn | None:
@@ -101,6 +134,3 @@ def stand_in_of(module: nn.Module) -> StandIn | None:
         if found is None:
             return None
     return None
-
-
-_DEEPEST = 16  # forwards over forwards

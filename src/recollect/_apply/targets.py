@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import jit, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from recollect._apply.blocks import CONTAINERS
+from recollect._apply.forwards import forward_of, is_called
 from recollect._policy.patterns import nearest_paths, plain_path, quote_all
 
 _COMPILED = "_orig_mod"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-_MOST_SHOWN = 5
+_MOST_SHOWN = 3
+_MOST_NAMES = 8  # of one module: where modules refer to each other, there are exponentially many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Target:
     @property
     def is_called(self) -> bool:
         """Whether its calls can be seen: a list of modules has none."""
-        return not isinstance(self.chain[-1], CONTAINERS)
+        return is_called(self.chain[-1])
 
     @property
     def is_compiled(self) -> bool:
@@ -55,33 +57,37 @@ class Target:
             wrapper = next(type(m).__name__ for m in self.chain if _CHECKPOINTED in vars(m)["_modules"])
             return f"it is wrapped in a {wrapper} already: take that away, or leave this module out"
         if isinstance(self.chain[-1], jit.ScriptModule):
-            return "it is compiled by TorchScript: apply before torch.jit.script"
+            return "it is compiled by TorchScript, and has no Python code to run again: take the module it was made of"
+        if hasattr(type(forward_of(type(self.chain[-1]))), "__set__"):
+            return "its class makes forward a property, which no forward of an instance can stand in for"
         return None
 
-    def is_inside(self, other: Target) -> bool:
-        """Whether it is a part of another one."""
-        return any(
-            name != around and (not around or name.startswith(f"{around}."))
-            for name in self.names
-            for around in other.names
-        )
+    def inside(self, others: Mapping[str, Target]) -> Iterator[tuple[Target, str]]:
+        """The others, given by name, that it is a part of, each with its path as seen from there."""
+        for name in self.names:
+            for end in _ends_of_parts(name):
+                around = others.get(name[:end])
+                if around is not None and around is not self:
+                    yield around, name[end:].removeprefix(".")
 
-    def paths_in(self, other: Target) -> list[str]:
-        """Its names as seen from another one around it."""
-        return list(
-            dict.fromkeys(
-                name.removeprefix(f"{around}.") if around else name
-                for name in self.names
-                for around in other.names
-                if name != around and (not around or name.startswith(f"{around}."))
-            )
-        )
+
+def _ends_of_parts(name: str) -> Iterator[int]:
+    """Where the paths of the modules end that a name leads through, from the model itself on."""
+    if name:
+        yield 0
+    yield from (place for place, character in enumerate(name) if character == ".")
+
+
+def by_name(targets: Iterable[Target]) -> dict[str, Target]:
+    """Each target under each of its names."""
+    return {name: target for target in targets for name in target.names}
 
 
 def find_targets(model: nn.Module) -> list[Target]:
     """All modules of a model, in its own order."""
     chains: dict[str, list[nn.Module]] = {}
-    for name, module in _walk(model, "", ()):
+    visits: Counter[nn.Module] = Counter()
+    for name, module in _walk(model, "", (), visits):
         chains.setdefault(name, []).append(module)
     names: dict[nn.Module, list[str]] = {}
     for name, chain in chains.items():
@@ -89,24 +95,25 @@ def find_targets(model: nn.Module) -> list[Target]:
     return [Target(names=tuple(found), chain=tuple(chains[found[0]])) for found in names.values()]
 
 
-def _walk(module: nn.Module, name: str, around: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Each module with its name, under all of its names; not again inside itself."""
-    if module in around:
+def _walk(
+    module: nn.Module, name: str, around: tuple[nn.Module, ...], visits: Counter[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Each module with its name, under some of its names if there are very many; not again inside itself."""
+    visits[module] += 1
+    if module in around or visits[module] > _MOST_NAMES:
         return
     yield name, module
     is_replicated = isinstance(module, DistributedDataParallel | DataParallel)
     for part, child in vars(module)["_modules"].items():
         if child is not None:
             plain = "" if is_replicated and part == "module" else plain_path(part)
-            yield from _walk(child, ".".join(filter(None, (name, plain))), (*around, module))
+            yield from _walk(child, ".".join(filter(None, (name, plain))), (*around, module), visits)
 
 
 def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) -> str:
     """What to say of a pattern that matches no module."""
     names = [name for target in targets if target.is_called for name in target.names if name]
-    near = nearest_paths(_generalise(pattern), map(_generalise, names))
-    if "**" not in pattern:
-        near = [name for name in near if name.count(".") == pattern.count(".")] or near
+    near = nearest_paths(_generalise(pattern.replace("\\", "")), map(_generalise, names))
     found = f"; near that: {quote_all(near[:_MOST_SHOWN])}" if near else ", which has none inside"
     return f"pattern {pattern!r} matches no module of {type(model).__name__}{found}"
 
