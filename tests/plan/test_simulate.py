@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recollect._core.graph import Lifetime, OpCall, Phase, Profile, Storage, Value
-from recollect._plan.simulate import Simulation, Step, measure, schedule, simulate
+from recollect._plan.simulate import Simulation, Simulator, Step, simulate
 from tests.plan.steps import call, chain, steps
 
 KEPT = st.sets(st.integers(0, 40))
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_a_machine_that_keeps_what_a_later_step_reads(profile
 def test_every_call_runs_once_in_its_order_and_only_forward_calls_run_again_once(
     profile: Profile, kept: set[int]
 ) -> None:
-    order = schedule(profile, kept)
+    order = Simulator(profile).schedule(kept)
     assert [step.call for step in order if not step.again] == list(range(len(profile.calls)))
     again = [step.call for step in order if step.again]
     assert len(set(again)) == len(again)
@@ -95,7 +95,7 @@ def test_every_call_runs_once_in_its_order_and_only_forward_calls_run_again_once
 
 @given(steps(), KEPT)
 def test_what_is_made_again_is_needed_by_the_backward_call_right_after_it(profile: Profile, kept: set[int]) -> None:
-    order = schedule(profile, kept)
+    order = Simulator(profile).schedule(kept)
     wanted: frozenset[int] = frozenset()
     for step in reversed(order):
         op = profile.calls[step.call]
@@ -188,7 +188,7 @@ def test_seconds_are_unknown_as_soon_as_one_call_has_none() -> None:
 def test_a_schedule_that_reads_what_is_gone_is_refused() -> None:
     profile = chain(2)
     with pytest.raises(ValueError, match=r"step 2 \(f_backward\) reads storage 1, which is not there"):
-        measure(profile, [Step(call=number) for number in range(4)], kept=())
+        Simulator(profile).measure([Step(call=number) for number in range(4)], kept=())
 
 
 def test_a_step_without_calls_holds_what_is_there() -> None:
@@ -198,9 +198,8 @@ def test_a_step_without_calls_holds_what_is_there() -> None:
 
 def best_within(profile: Profile, budget: int, choices: Collection[int]) -> Simulation | None:
     """The least recomputation within a peak, by trying every set of kept values."""
-    tried = (
-        simulate(profile, kept) for size in range(len(choices) + 1) for kept in itertools.combinations(choices, size)
-    )
+    judge = Simulator(profile)
+    tried = (judge.run(kept) for size in range(len(choices) + 1) for kept in itertools.combinations(choices, size))
     fitting = [one for one in tried if one.peak_bytes <= budget]
     return min(fitting, key=lambda one: (one.recomputed_flops, one.peak_bytes), default=None)
 

@@ -237,6 +237,7 @@ def test_weights_that_are_used_twice_get_the_same_gradients(policy: str) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the engine's thread, first of all to do so
 @pytest.mark.parametrize("policy", ["nothing kept", "matmuls kept"])
 def test_both_halves_share_on_a_device_too(policy: str) -> None:
     """There nodes run on the engine's own threads."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from recollect._apply.forwards import forward_of
 from recollect._apply.options import Choices
+from recollect._core.torch_private.compiler import untraced
 
 _NAME = "forward"
 _DEEPEST = 16  # forwards over forwards
@@ -85,6 +86,7 @@ class StandIn:
         own: Callable[..., Any] = forward_of(type(module)).__get__(module, type(module))
         return own
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward``."""
         own = self.__wrapped__

@@ -147,15 +147,27 @@ class OffloadWrapper(ActivationWrapper):
 
 
 def _saving_on_host() -> saved_tensors_hooks:
+    """Hooks that keep device tensors in pinned memory, and copies of those that are on the host already.
+
+    `save_on_cpu` would hold the latter as they are, so that a later change in place would go unseen, or copy them in
+    another memory format, on which the last bit of a product depends.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        return save_on_cpu(pin_memory=True, device_type=accelerator.type)
-    # Without a device `save_on_cpu` would hold what is on the host as it is, and a later change in place go unseen.
-    return saved_tensors_hooks(_copied, _as_it_is)
+    if accelerator is None:
+        return saved_tensors_hooks(_copied, _as_it_is)
+    away = save_on_cpu(pin_memory=True, device_type=accelerator.type)
+
+    def pack(tensor: Tensor) -> Any:
+        return _copied(tensor) if tensor.device.type == "cpu" else away.pack_hook(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else away.unpack_hook(packed)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)  # in the same memory format, on which the last bit of a product depends
+    return tensor.to("cpu", copy=True)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
