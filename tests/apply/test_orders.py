@@ -12,12 +12,8 @@ import recollect
 from recollect import Decision
 from tests.models import GPT, Block
 
-pytestmark = [
-    # Dynamo itself reads it.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    # Inductor, which a reset of the compiler imports, uses it.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-]
+# Dynamo itself reads it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 TOKENS = torch.arange(12).reshape(2, 6)
 RULES = {"layers.*": Decision.RECOMPUTE}
