@@ -14,12 +14,13 @@ from torch import nn
 
 from recollect._apply.function import name_of
 from recollect._core.decisions import Decision
+from recollect._core.operators import operator_of
 from recollect._core.units import count_noun, format_bytes
+from recollect._policy.judging import BY_DEFAULT
 from recollect._recompute.region import Region
-from recollect._selective.ledger import BY_DEFAULT, Ledger, Line
+from recollect._selective.ledger import Ledger, Line
 from recollect._selective.matches import count_matches
 from recollect._selective.notes import Notes, all_notes, notes_of
-from recollect._selective.operators import operator_of
 from recollect._selective.plan import Plan
 from recollect._selective.region import SelectiveRegion
 

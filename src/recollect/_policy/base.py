@@ -89,6 +89,22 @@ class Policy(ABC):
         return Decision.RECOMPUTE if verdict is None else verdict.decision
 
 
+class CallPolicy(Policy):
+    """A policy that goes by the operator and its arguments, as torch's do; in graphs only.
+
+    What it answers is torch's word for it, which the partitioner is given as it is.
+    """
+
+    @abstractmethod
+    def judge_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """What happens to the result of one call, as a ``CheckpointPolicy``; None if it can only run again."""
+
+    def judge(self, site: Site) -> Verdict | None:
+        """Nothing: a site does not know the arguments."""
+        del site
+        return None
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class FunctionPolicy(Policy):
     """A user's own function of a site. Two are the same if their functions are one object."""

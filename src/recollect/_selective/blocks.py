@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.decisions import Decision
+from recollect._core.operators import tensors_in
 from recollect._core.scope import Watcher, is_last_recomputation, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
@@ -23,7 +24,6 @@ from recollect._recompute.modules import ModuleState
 from recollect._recompute.rng import Source
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.ledger import Ledger, Line, bytes_of
-from recollect._selective.operators import tensors_in
 from recollect._selective.shelf import Counter, Shelf
 from recollect._selective.take import Take
 from recollect._selective.tape import Tape

@@ -14,15 +14,14 @@ from weakref import ref
 from torch import Tensor
 
 from recollect._core.decisions import Decision, Site
+from recollect._core.operators import Operator, count_flops, is_wrapper, parts_of, storages_in, tensors_in
 from recollect._core.torch_private.schemas import OpOverload
 from recollect._policy.base import Policy, Verdict
+from recollect._policy.judging import judge
 from recollect._recompute.places import Place, Places
-from recollect._selective.operators import Operator, count_flops, is_wrapper, parts_of, storages_in, tensors_in
 from recollect._selective.plan import Plan
 from recollect._selective.tape import Tape, name_of_call
 
-BY_DEFAULT = "by default"
-_NO_RULE = "no rule"
 _RUNS_AGAIN = Verdict(Decision.RECOMPUTE, "it can only run again")
 
 
@@ -138,16 +137,7 @@ class Ledger:
         Raises:
             NotImplementedError: the answer is to offload.
         """
-        verdict = self.policy.judge(site)
-        if (
-            (verdict is None or verdict.decision is Decision.RECOMPUTE)
-            and self.policy.keeps_defaults
-            and (site.is_routing or site.is_collective)
-        ):
-            what = "routing results" if site.is_routing else "collectives"
-            return Verdict(Decision.SAVE, f"{BY_DEFAULT}: {what}")
-        if verdict is None:
-            return Verdict(Decision.RECOMPUTE, _NO_RULE)
+        verdict = judge(self.policy, site)
         if verdict.decision is Decision.OFFLOAD:
             refuse_offload(f"region '{self.region}': {verdict.by} decided", site.op)
         return verdict

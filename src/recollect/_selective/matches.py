@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from weakref import ref
 
+from recollect._core.operators import operator_of
 from recollect._core.units import format_bytes, list_some
 from recollect._policy.base import Policy
 from recollect._policy.combine import Combination
@@ -15,7 +16,6 @@ from recollect._policy.places import SaveModules, SaveNames
 from recollect._policy.rules import SaveLargerThan
 from recollect._selective.ledger import Ledger, Line
 from recollect._selective.notes import all_notes
-from recollect._selective.operators import operator_of
 
 _decided: dict[int, ref[Policy]] = {}  # by id: hashing a policy of many parts takes microseconds
 

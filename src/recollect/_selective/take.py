@@ -14,13 +14,13 @@ from weakref import ref
 import torch
 from torch import Size, Tensor
 
+from recollect._core.operators import ROUTING, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
 from recollect._recompute.frame import read_meta
 from recollect._recompute.slots import Slot
 from recollect._selective.kept import States, read_states, sources_of
-from recollect._selective.operators import ROUTING, tensors_in
 from recollect._selective.plan import HELD, Bound, Call, Inner, Link, Listed, Plan, Unfixed, View, fixed
 from recollect._selective.tape import PLAIN_TENSORS, hold, results_of
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recollect._core.operators import UNFILLED, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
 from recollect._recompute.frame import read_meta
 from recollect._selective.kept import States, read_states, sources_of
-from recollect._selective.operators import UNFILLED, tensors_in
 from recollect._selective.plan import (
     HELD,
     NOWHERE,

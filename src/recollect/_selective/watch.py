@@ -16,6 +16,15 @@ import torch
 from torch import Tensor
 
 from recollect._core.errors import MismatchError
+from recollect._core.operators import (
+    Operator,
+    is_cached_cast,
+    operator_of,
+    parts_of,
+    storages_in,
+    talking,
+    tensors_in,
+)
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.collectives import answer, wait_for, works_in
 from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
@@ -32,15 +41,6 @@ from recollect._selective.kept import (
     refuse_capture,
     sources_of,
     version_of,
-)
-from recollect._selective.operators import (
-    Operator,
-    is_cached_cast,
-    operator_of,
-    parts_of,
-    storages_in,
-    talking,
-    tensors_in,
 )
 from recollect._selective.parameters import moves_parameters
 from recollect._selective.shelf import Counter, Key, Shelf

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -16,13 +17,14 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy  # torch's own, so that its users' policies mean the same here
 
 from recollect._core.errors import ChangedInputError, CheckpointError, MismatchError
+from recollect._core.operators import Operator, operator_of
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.ops import op_name, packet_name
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
+from recollect._policy.base import CallPolicy
 from recollect._recompute.places import Place, Places
 from recollect._selective.kept import KeptCall
 from recollect._selective.ledger import refuse_offload
-from recollect._selective.operators import Operator, operator_of
 from recollect._selective.shelf import Counter, Shelf
 from recollect._selective.watch import AgainWatch, ForwardWatch
 
@@ -200,13 +202,31 @@ class _Shelf(Shelf):
         raise ChangedInputError(message)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _InGraph(CallPolicy):
+    """A policy of torch's kind for the nodes of a graph."""
+
+    fn: Policy
+
+    def judge_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Ask, unless it is an operator that no policy is asked about."""
+        if func in SAC_IGNORED_OPS:
+            return None
+        answer = self.fn(SelectiveCheckpointContext(is_recompute=False, op_output=result), func, *args, **kwargs)
+        if isinstance(answer, bool):
+            return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+        return answer
+
+
 class _Forward(ForwardWatch):
     """Around forward: asks the policy, and keeps."""
 
     _shelf: _Shelf
+    policy_in_graph: CallPolicy
 
     def __init__(self, shelf: _Shelf, policy: Policy) -> None:
         super().__init__(shelf, _Asker(policy).ask)
+        self.policy_in_graph = _InGraph(policy)
         self._counter = shelf.ran
         self._was_entered = False
         # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.

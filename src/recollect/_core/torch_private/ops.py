@@ -45,3 +45,18 @@ def packet_name(op: Any) -> str | None:
     ('aten.mm', None)
     """
     return str(op) if isinstance(op, OpOverloadPacket) else None
+
+
+def canonical(op: Any) -> Any:
+    """The overload that `torch.ops` gives under an operator's name; nodes of graphs may carry copies of it.
+
+    >>> canonical(torch.ops.aten.mm.default) is torch.ops.aten.mm.default
+    True
+    """
+    name = op_name(op)
+    found: Any = torch.ops
+    for part in name.split(".") if name is not None and isinstance(op, torch._ops.OpOverload) else ():
+        found = getattr(found, part, None)
+        if found is None:
+            return op
+    return op if found is torch.ops else found
