@@ -23,6 +23,7 @@ myst_heading_anchors = 3
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|numpy|collections|contextlib|types|typing|typing_extensions|os|pathlib|enum|logging)(\..*)?"),
     (r"py:.*", r"recollect\._.*"),
+    (r"py:.*", r"recollect\.compat\.composable\.contract\..*"),
     (r"py:class", r"Frame"),
     (r"py:class", r"[A-Z]"),
 ]

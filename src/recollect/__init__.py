@@ -3,15 +3,18 @@
 from recollect import policies
 from recollect._apply.function import checkpoint, explain_mismatch
 from recollect._apply.model import Applied, apply, remove
+from recollect._compile.partition import partitioner
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import (
     CaptureError,
     ChangedInputError,
     CheckpointError,
+    CompileError,
     MismatchError,
     RecollectError,
     TransformError,
 )
+from recollect._core.plans import Choice, Plan
 from recollect._core.scope import is_recomputing, name, region
 from recollect._fit.explain import explain
 from recollect._fit.saved import print_saved
@@ -25,8 +28,11 @@ __all__ = [
     "CaptureError",
     "ChangedInputError",
     "CheckpointError",
+    "Choice",
+    "CompileError",
     "Decision",
     "MismatchError",
+    "Plan",
     "RecollectError",
     "Site",
     "TransformError",
@@ -38,6 +44,7 @@ __all__ = [
     "graph_rng",
     "is_recomputing",
     "name",
+    "partitioner",
     "policies",
     "print_saved",
     "region",

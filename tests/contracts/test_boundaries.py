@@ -18,8 +18,10 @@ FREE_OF_TORCH = (
     "recollect._plan",
     "recollect._report",
     "recollect._core.decisions",
+    "recollect._core.documents",
     "recollect._core.errors",
     "recollect._core.graph",
+    "recollect._core.patterns",
     "recollect._core.plans",
     "recollect._core.units",
 )
@@ -62,7 +64,8 @@ def used_names(source: str) -> Iterator[str]:
 
 
 def uses_of_what_we_replace(module: str, source: str) -> list[str]:
-    allowed = SHARED_WITH_COMPAT if is_within(module, "recollect.compat") else set()
+    shares = is_within(module, "recollect.compat", "recollect._core.torch_private.partitioner")
+    allowed = SHARED_WITH_COMPAT if shares else set()
     return [name for name in used_names(source) if is_within(name, *REPLACED) and not is_within(name, *allowed)]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
+
+from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.options import parse_choices
 from recollect._core.scope import override
@@ -117,9 +120,14 @@ def checkpoint(
         message += "call it as recollect.checkpoint(fn)(*args)"
         raise TypeError(message)
     choices = parse_choices(policy=policy, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
-    call = choices.region(name or name_of(fn), fn).call
+    name = name or name_of(fn)
+    call, checked = choices.region(name, fn).call, choices.policy
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            from recollect._apply.in_graph import call_in_graph
+
+            return call_in_graph(name, fn, checked, args, kwargs)
         return call(args, kwargs)
 
     # Half the cost of functools.update_wrapper, which matters where a model wraps its blocks at each call.
@@ -147,7 +155,7 @@ def name_of(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__name__", None) or type(fn).__name__)
 
 
-def explain_mismatch() -> override:
+def explain_mismatch() -> AbstractContextManager[Any]:
     """Log the operators of every region called inside, so that a mismatch shows forward and recomputation side by side.
 
     Wrap the whole step, forward included. Each operator takes some tens of microseconds more; use it to find a
@@ -164,4 +172,4 @@ def explain_mismatch() -> override:
     ...
     recollect._core.errors.MismatchError: region 'f': saved tensor 0 ...
     """
-    return override(explain=True)
+    return nullcontext() if is_dynamo_compiling() else override(explain=True)

@@ -100,7 +100,7 @@ def apply(
         first: only of the first so many.
 
     Returns:
-        A handle: it prints what was applied where, and its `remove` restores the model.
+        A handle, which prints what was applied where; its `remove` restores the model.
 
     Raises:
         ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, or a rule has a

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import distributed
 
+from recollect._core.patterns import nearest, quote_all
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy, PolicyLike, as_policy
-from recollect._policy.patterns import nearest, quote_all
 from recollect._policy.rules import save_nothing
 from recollect._recompute.frame import Options
 from recollect._recompute.match import Check, Matcher

@@ -11,9 +11,9 @@ from torch import nn
 
 from recollect._apply.options import OPTIONS, Choices, parse_mapping
 from recollect._core.decisions import Decision, Site
+from recollect._core.patterns import compile_pattern
 from recollect._policy.base import Policy, PolicyLike, Verdict, as_policy, name_function
 from recollect._policy.combine import first_match
-from recollect._policy.patterns import compile_pattern
 from recollect._policy.rules import save_attention, save_every
 
 Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | nn.Module | Callable[..., bool]

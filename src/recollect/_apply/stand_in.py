@@ -9,11 +9,13 @@ Two more entries answer those who copy or pickle the module. See docs/design/mod
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.forwards import forward_of
 from recollect._apply.options import Choices
@@ -38,6 +40,7 @@ class StandIn:
         self._module = ref(module)
         self._covered: Callable[..., Any] | None = table.get(_NAME)
         self.name, self.choices = name, choices
+        self.contexts: Any = None  # what a region in a graph takes its policy from, in torch's way
         self.is_removed = False
         self._replaced = {key: table[key] for key in self._entries() if key in table}
 
@@ -86,9 +89,24 @@ class StandIn:
         own: Callable[..., Any] = forward_of(type(module)).__get__(module, type(module))
         return own
 
-    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward``."""
+        return self._call_in_graph(args, kwargs) if is_dynamo_compiling() else self._call(args, kwargs)
+
+    def _call_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What Dynamo traces: it binds no methods."""
+        from recollect._apply.in_graph import call_in_graph
+
+        own: Any = self._covered
+        if own is None:
+            module: Any = self._module()
+            own = functools.partial(type(module).forward, module)
+        if self.is_removed:
+            return own(*args, **kwargs)
+        return call_in_graph(self, own, self.choices.policy, args, kwargs, self.contexts)
+
+    @untraced
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self.__wrapped__
         if self.is_removed:
             return own(*args, **kwargs)
@@ -111,7 +129,7 @@ class StandIn:
         finally:
             vars(module).update(entries)
         if _NAME in entries:
-            StandIn(copied, self.name, self.choices).put()
+            type(self)(copied, self.name, self.choices).put()
         return copied
 
     def _reduce_module(self, protocol: Any) -> Any:

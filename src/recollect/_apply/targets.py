@@ -10,7 +10,7 @@ from torch import jit, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recollect._apply.forwards import forward_of, is_called
-from recollect._policy.patterns import nearest_paths, plain_path, quote_all
+from recollect._core.patterns import nearest_paths, plain_path, quote_all
 
 _COMPILED = "_orig_mod"
 _CHECKPOINTED = "_checkpoint_wrapped_module"

@@ -7,7 +7,8 @@
     │   ├── MismatchError                   it made other saved tensors than forward
     │   └── ChangedInputError               something it reads was changed in place since forward
     ├── TransformError (RuntimeError)       a torch.func transform tracks a tensor that the region cannot see
-    └── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
+    ├── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
+    └── CompileError (RuntimeError)         this torch has not what regions in compiled code need
 
 Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch has too raise its ``RuntimeError``.
 """
@@ -37,3 +38,7 @@ class TransformError(RecollectError, RuntimeError):
 
 class CaptureError(RecollectError, RuntimeError):
     """A region draws random numbers inside a CUDA-graph capture that was not prepared for it."""
+
+
+class CompileError(RecollectError, RuntimeError):
+    """This version of torch has not what regions in compiled code need; in eager code they work."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from torch.compiler import is_dynamo_compiling
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -26,6 +28,7 @@ _is_last: ContextVar[bool] = ContextVar("recollect_last_recomputation", default=
 def is_recomputing() -> bool:
     """Whether the code that asks is being re-run by a region, in backward, to make forgotten tensors again.
 
+    In compiled code it is False: there recomputation is a part of the graph, and Python does not run again.
     Use it to keep a side effect (a counter, a log line, a metric) from happening twice.
 
     >>> import torch, recollect
@@ -37,7 +40,7 @@ def is_recomputing() -> bool:
     >>> calls
     [False, True]
     """
-    return _run.get() is not None
+    return not is_dynamo_compiling() and _run.get() is not None
 
 
 def mark_recomputing() -> None:
@@ -102,6 +105,11 @@ def region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     def transform(fn: Callable[P, T]) -> Callable[P, T]:
         def named(*args: P.args, **kwargs: P.kwargs) -> T:
+            if is_dynamo_compiling():
+                from recollect._core.torch_private.naming import call_named_in_graph
+
+                traced: T = call_named_in_graph(name, fn, args, kwargs)
+                return traced
             current = _current_watcher()
             if current is None:
                 return fn(*args, **kwargs)
@@ -132,6 +140,11 @@ def name(value: T, name: str) -> T:
     >>> recollect.checkpoint(block, policy=recollect.policies.save_names("q"))(x).sum().backward()
     """
     _check_name("name", name)
+    if is_dynamo_compiling():
+        from recollect._core.torch_private.naming import name_in_graph
+
+        traced: T = name_in_graph(value, name)  # type: ignore[arg-type]
+        return traced
     current = _current_watcher()
     if current is not None:
         current.see_named(name, value)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect._core.decisions import Decision, Site
+from recollect._core.patterns import compile_pattern
 from recollect._policy.base import DecisionPolicy, Policy, PolicyLike, Verdict, as_policy
-from recollect._policy.patterns import compile_pattern
 from recollect._policy.rules import SaveNothing
 
 

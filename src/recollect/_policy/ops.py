@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from recollect._core.patterns import nearest, quote_all
 from recollect._core.torch_private.ops import higher_order_names, op_name, overload_names, packet_name
 from recollect._core.units import list_some
-from recollect._policy.patterns import nearest, quote_all
 
 OpLike = str | type[torch.autograd.Function] | Callable[..., Any]
 """An overload or its name, a higher-order operator or its name, a custom operator, or a subclass of Function."""

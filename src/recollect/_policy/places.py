@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from recollect._core.decisions import Decision, Site
+from recollect._core.patterns import compile_pattern, nearest_paths, plain_path, quote_all
 from recollect._policy.base import Policy, Verdict
-from recollect._policy.patterns import compile_pattern, nearest_paths, plain_path, quote_all
 
 
 class Place(Policy):

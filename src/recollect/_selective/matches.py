@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from weakref import ref
 
 from recollect._core.operators import operator_of
+from recollect._core.patterns import quote_all
 from recollect._core.units import format_bytes, list_some
 from recollect._policy.base import Policy
 from recollect._policy.combine import Combination
-from recollect._policy.patterns import quote_all
 from recollect._policy.places import SaveModules, SaveNames
 from recollect._policy.rules import SaveLargerThan
 from recollect._selective.ledger import Ledger, Line

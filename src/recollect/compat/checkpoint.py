@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from recollect._apply.function import name_of
 from recollect._core.scope import override
 from recollect._recompute.frame import Options
@@ -42,6 +44,9 @@ def checkpoint(
 ) -> Any:
     """Call a function, forgetting its activations until backward recomputes them; torch's signature.
 
+    In code that torch.compile traces the region is a part of the graph: both engines are one there, random numbers are
+    always preserved, `determinism_check`, `debug` and `early_stop` mean nothing, and of `context_fn` the policy counts.
+
     With ``use_reentrant=True`` nothing is compared, recomputation never stops early, and there are no operator logs.
 
     Args:
@@ -64,6 +69,12 @@ def checkpoint(
     >>> bool((x.grad == x.cos()).all())
     True
     """
+    if is_dynamo_compiling():
+        from recollect._apply.in_graph import call_in_graph
+
+        kwargs.pop("preserve_rng_state", True)
+        contexts = None if context_fn is noop_context_fn else context_fn
+        return call_in_graph("checkpoint", function, None, args, kwargs, contexts)
     if use_reentrant is None:
         warnings.warn(
             "checkpoint was called without use_reentrant: True is assumed, as in torch. Pass use_reentrant=False, "
@@ -115,7 +126,7 @@ def _parse_check(determinism_check: str) -> Matcher:
     return matcher
 
 
-def set_checkpoint_early_stop(enable: bool) -> override:
+def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[Any]:
     """Say for all regions called inside whether recomputation stops early; beats the argument, the innermost wins.
 
     >>> import torch
@@ -125,14 +136,14 @@ def set_checkpoint_early_stop(enable: bool) -> override:
     ...     y = checkpoint(torch.sin, x, use_reentrant=False)
     >>> y.sum().backward()
     """
-    return override(early_stop=enable)
+    return nullcontext() if is_dynamo_compiling() else override(early_stop=enable)
 
 
-def set_checkpoint_debug_enabled(enabled: bool | None) -> override:
+def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[Any]:
     """Say for all regions called inside whether mismatches show both operator logs; None leaves it to ``debug=``.
 
     >>> from recollect.compat import set_checkpoint_debug_enabled
     >>> with set_checkpoint_debug_enabled(True):
     ...     pass
     """
-    return override(explain=enabled)
+    return nullcontext() if is_dynamo_compiling() else override(explain=enabled)

@@ -12,6 +12,7 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from sys import _getframe
 from types import FrameType
 
@@ -21,6 +22,7 @@ from torch import nn
 _CALLS = nn.Module._call_impl.__code__
 _LISTS = nn.Module._named_members.__code__
 _WALKS = nn.Module.named_modules.__code__
+_EXPORTERS = tuple(str(PurePath(torch.__file__).parent / part) for part in ("export", "_export"))
 
 
 def call_of_hook(caller: FrameType) -> FrameType:
@@ -46,10 +48,15 @@ def is_running(call: FrameType) -> bool:
 
 def lists_members() -> bool:
     """Within a module's ``named_modules``: whether it is walked to list parameters or buffers. No while compiling."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
     walker = _getframe(1)
     frame: FrameType | None = walker
     while frame is not None and (frame.f_code is _WALKS or frame.f_code is walker.f_code):
         frame = frame.f_back
-    return frame is not None and frame.f_code is _LISTS
+    if frame is None or frame.f_code is not _LISTS:
+        return False
+    # Export finds modules by the names of their parameters, wherever it lists them.
+    while frame is not None and not frame.f_code.co_filename.startswith(_EXPORTERS):
+        frame = frame.f_back
+    return frame is None

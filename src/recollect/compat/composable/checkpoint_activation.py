@@ -7,12 +7,16 @@ from sys import _getframe
 from typing import Any, Self
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
+from recollect._apply.function import name_of
+from recollect._apply.options import Choices
 from recollect._core.torch_private.compiler import untraced
 from recollect._recompute.frame import Frame, Options
 from recollect.compat.checkpoint import ContextFn, parse_options
 from recollect.compat.composable.calls import after_forward, before_forward, innermost_frame
 from recollect.compat.composable.contract import contract
+from recollect.compat.composable.graphs import GraphStandIn
 
 
 class CheckpointState:
@@ -116,18 +120,30 @@ def checkpoint(
         module.register_forward_pre_hook(_before, with_kwargs=True),
         module.register_forward_hook(_after, prepend=True, always_call=True),
     )
+    GraphStandIn(module, name_of(module), Choices(options=state.options)).put()
     return module
 
 
 # Functions of a module, not closures: so they are pickled by name, and copies of a module share them.
-@untraced
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    if is_dynamo_compiling() and "forward" in vars(module):  # loaded from a file, it has none, and the graph breaks
+        return None
+    return _before_eager(module, args, kwargs)
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    if not is_dynamo_compiling():
+        _after_eager(module, args, result)
+
+
+@untraced
+def _before_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     state = checkpoint.state(module)
     options = state.options if state is not None and state.enable_hook else None
-    return before_forward(_getframe(1), module, args, kwargs, state, options)
+    return before_forward(_getframe(2), module, args, kwargs, state, options)
 
 
 @untraced
-def _after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+def _after_eager(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
     del module, args
-    after_forward(_getframe(1), result)
+    after_forward(_getframe(2), result)

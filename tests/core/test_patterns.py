@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from recollect._policy.patterns import compile_pattern, nearest, nearest_paths
+from recollect._core.patterns import compile_pattern, nearest, nearest_paths
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""Regions in code that torch.compile traces: imported by such code, while it is traced, and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from recollect._apply.options import Choices
+from recollect._compile import dynamo  # noqa: F401 (tells Dynamo of the operator)
+from recollect._compile.operator import region_operator
+from recollect._core.torch_private.compiler import untraced
+from recollect._policy.base import Policy
+
+
+def call_in_graph(  # noqa: PLR0917 (traced: the fewer objects, the better)
+    name: Any,
+    fn: Callable[..., Any],
+    policy: Policy | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    contexts: Any = None,
+) -> Any:
+    """Call a function as a region of the graph; only ever traced. With grad mode off it is a plain call.
+
+    Its name, or an object that has it as `name`: that of one among equal blocks is not to be guarded.
+
+    Options of the eager engine have no meaning there: nothing is compared, recomputation holds what is needed and no
+    more, and random numbers are always drawn alike.
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    return region_operator(fn, args, kwargs, name=name, policy=policy, contexts=contexts)
+
+
+@untraced
+def _run_eager(  # noqa: PLR0917
+    name: Any,
+    fn: Callable[..., Any],
+    policy: Policy | None,
+    contexts: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Where Dynamo has broken its graph at the region, or a backend runs Dynamo's graph as it is."""
+    if isinstance(fn, GraphModule):
+        policy = None  # its rules are about modules and names, which the graph has no more
+    name = name if isinstance(name, str) else name.name
+    choices = Choices(policy=policy)
+    if contexts is not None:
+        choices = replace(choices, options=replace(choices.options, contexts=contexts))
+    return choices.region(name, fn).call(args, kwargs)
+
+
+region_operator.run_eager = _run_eager

@@ -1,0 +1,46 @@
+"""Tells Dynamo how regions are captured, when it is imported."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from recollect._compile.keys import has_functions, key_of
+from recollect._compile.operator import region_operator
+from recollect._core.torch_private.capturing import break_graph, capture_calls, guarded_by_nothing, value_of
+from recollect._policy.base import CallPolicy, Policy
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a region: its name, and its policy's.
+
+    Equal blocks are compiled once for all: their names stand in the graph without numbers, and are no guard, unless the
+    policy may go by them.
+    """
+    policy, contexts = value_of(options["policy"]), value_of(options["contexts"])
+    if contexts is not None:
+        policy = _policy_of(contexts)
+    owner = guarded_by_nothing(options["name"])
+    name: str = owner if isinstance(owner, str) else owner.name
+    if policy is not None:
+        policy = policy.within(name)
+    if policy is not None and has_functions(policy) and not isinstance(policy, CallPolicy):
+        value_of(options["name"])
+    else:
+        name = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+    return {"name": name, "key": key_of(policy)}
+
+
+def _policy_of(contexts: Any) -> Policy:
+    """The policy behind a ``context_fn``; if there is none, Dynamo breaks the graph, and the eager engine runs."""
+    forward, _ = contexts()
+    policy: Policy | None = getattr(forward, "policy_in_graph", None)
+    if policy is None:
+        break_graph(
+            f"context_fn gives {type(forward).__name__}: in a graph only the contexts of a policy mean anything "
+            "(recollect.compat.create_selective_checkpoint_contexts)"
+        )
+    return policy
+
+
+capture_calls(region_operator, read_options)

@@ -1,0 +1,122 @@
+"""Names of policies for graphs: a graph carries constants only, and caches know it by them.
+
+A key must differ wherever decisions may, also from one process to the next, because compiled code is stored on disk. A
+policy of the catalogue is known by its words. A user's function is known by its code and by the plain values that it
+closes over; where it reads anything else, by a number that no other process has.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from recollect._policy.base import FunctionPolicy, Policy
+from recollect._policy.combine import Combination
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_FIXED = frozenset({"builtins", "torch", "recollect", "math", "operator", "functools", "itertools", "re"})
+_process = uuid.uuid4().hex
+_numbers = itertools.count()
+
+# What the operators in graphs find their policies by. Kept for good: a graph may be traced again at any time.
+_policies: dict[str, Policy] = {}
+_known: dict[int, tuple[Policy, str]] = {}
+
+
+_FORMAT = 1
+"""Part of every key, because code that was compiled by other rules lies in caches: to be raised when nodes of the same
+graph under the same policy are tagged otherwise than before."""
+
+
+def key_of(policy: Policy | None) -> str:
+    """The name that a policy, or none, has in graphs.
+
+    >>> from recollect import policies
+    >>> key_of(policies.save_matmuls).split(" ", 1)[1]
+    'save_matmuls'
+    """
+    if policy is None:
+        return f"{_FORMAT}"
+    found = _known.get(id(policy))
+    if found is None:
+        key = f"{_FORMAT} {policy!r}"
+        functions = list(_functions_in(policy))
+        if functions:
+            key += " " + hashlib.sha256("\n".join(map(_describe, functions)).encode()).hexdigest()[:16]
+        found = _known[id(policy)] = (policy, key)
+        _policies.setdefault(key, policy)
+    return found[1]
+
+
+def has_functions(policy: Policy) -> bool:
+    """Whether users' functions decide, which may go by anything that a site says."""
+    return next(_functions_in(policy), None) is not None
+
+
+def policy_of(key: str) -> Policy | None:
+    """The policy of that name; it was named in this process."""
+    return None if key == f"{_FORMAT}" else _policies[key]
+
+
+def _functions_in(policy: Policy) -> Iterator[Callable[..., Any]]:
+    """The users' functions that decide, and the predicates that they gave."""
+    if isinstance(policy, Combination):
+        for part in policy.parts():
+            yield from _functions_in(part)
+    elif isinstance(policy, FunctionPolicy):
+        yield policy.fn
+    else:
+        for name in getattr(type(policy), "__slots__", ()):
+            value = getattr(policy, name, None)
+            if isinstance(value, Policy):
+                yield from _functions_in(value)
+            elif callable(value) and not isinstance(value, type):
+                yield value
+
+
+def _describe(fn: Any) -> str:
+    """All that a function's answers depend on, as text; a number of its own where that cannot be written."""
+    try:
+        return _write(fn, ())
+    except TypeError:
+        return f"{_process}:{next(_numbers)}"
+
+
+def _write(value: Any, around: tuple[Any, ...]) -> str:
+    """A value as text that another value does not have.
+
+    Raises:
+        TypeError: there is no such text, because it may change where nobody sees.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | frozenset | list | set):
+        parts = [_write(part, around) for part in value]
+        return f"{type(value).__name__}({','.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
+    if isinstance(value, Policy):
+        return key_of(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    if home.partition(".")[0] in _FIXED:
+        return f"{home}.{getattr(value, '__qualname__', '')}"
+    if isinstance(value, FunctionType):
+        return "itself" if value in around else _write_function(value, (*around, value))
+    raise TypeError(type(value))
+
+
+def _write_function(fn: FunctionType, around: tuple[Any, ...]) -> str:
+    cells = tuple(cell.cell_contents for cell in fn.__closure__ or ())
+    used = tuple(fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__)
+    parts = [cells, fn.__defaults__ or (), tuple((fn.__kwdefaults__ or {}).values()), used]
+    return f"{_write_code(fn.__code__)}{[_write(tuple(part), around) for part in parts]}"
+
+
+def _write_code(code: CodeType) -> str:
+    constants = [_write_code(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return f"{code.co_code.hex()}{code.co_names}{constants}"

@@ -1,0 +1,72 @@
+"""A region in a graph: a higher-order operator of our own, whose nodes are tagged when autograd is traced.
+
+Dynamo captures the body (`dynamo.py`) and leaves one call of the operator in its graph. AOTAutograd traces through that
+call: the body's operators become nodes of the joint graph, and those that were added get tags, by which torch's
+partitioner computes them again in backward (`tags.py`). With a backend that runs Dynamo's graph as it is, the call runs
+the eager engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import preserve_node_meta
+
+from recollect._compile.changes import Unchanged
+from recollect._compile.keys import policy_of
+from recollect._compile.tags import tag_since
+from recollect._core.torch_private.compiler import untraced
+from recollect._policy.base import Policy
+
+RunEager = Callable[[str, Callable[..., Any], Policy | None, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function as a region of the eager engine, which is no matter of this room."""
+
+
+class RegionOperator(HigherOrderOperator):
+    """Calls a function as a region.
+
+    In a graph: ``recollect_region(body, *tensors, name=..., key=...)``, all of them constants or nodes. From Python,
+    where Dynamo has broken its graph at the call: the function as the user gave it, its arguments, and the policy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("recollect_region", cacheable=True)  # type: ignore[no-untyped-call]
+        self.run_eager: RunEager | None = None
+
+    @untraced
+    def __call__(
+        self, body: Any, *operands: Any, name: Any, key: str = "", policy: Any = None, contexts: Any = None
+    ) -> Any:
+        """Run the body; while autograd is traced, tag what it adds."""
+        assert self.run_eager is not None, "set where the operator is put to use"
+        if not isinstance(body, GraphModule):
+            args, kwargs = operands
+            return self.run_eager(name, body, policy, contexts, args, kwargs)
+        mode = get_proxy_mode()
+        if mode is None:
+            if torch.is_grad_enabled() and not any(map(_is_traced, operands)):
+                return self.run_eager(name, body, policy_of(key), None, operands, {})
+            return Interpreter(body).run(*operands)
+        graph = mode.tracer.graph
+        start = next(iter(reversed(graph.nodes)), None)
+        unchanged = Unchanged(mode.tracer, operands)
+        with preserve_node_meta():
+            result = Interpreter(body).run(*operands)
+        added = tag_since(graph, start, name, policy_of(key))
+        unchanged.watch(added, result)
+        return result
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(value, FakeTensor | FunctionalTensor)
+
+
+region_operator = RegionOperator()

@@ -1,0 +1,319 @@
+"""The hook by which a plan or a policy decides, node by node, what a compiled step keeps and what it makes again.
+
+The decisions become the tags that torch's own min-cut partitioner obeys, and it cuts the graph, gives random operators
+their state and moves recomputation down to its first use. What the plan is silent about is left to tags that are there
+(regions of `recollect.checkpoint`) and then to the min-cut, which knows what will be fused.
+
+Private names: `min_cut_rematerialization_partition`, `fx_graph_cse`, `CustomPartitionerFn`, and the notes ``recompute``
+and ``ac_graph_id`` that the first of them reads.
+Replaced by: a public partitioner interface (`torch.compile` takes ours through the documented ``options``).
+Run on: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import operator
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from recollect._compile.joint import Joint, read_joint
+from recollect._compile.keys import key_of
+from recollect._core.decisions import Decision, Site
+from recollect._core.graph import Lifetime, OpCall, Profile
+from recollect._core.plans import Choice, Plan
+from recollect._core.torch_private.partitioner import DECISION, CheckpointPolicy
+from recollect._plan.simulate import Simulation, simulate
+from recollect._policy.base import Policy, PolicyLike, as_policy
+from recollect._policy.judging import judge
+
+_log = logging.getLogger("recollect")
+
+_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """How one graph was cut.
+
+    Attributes:
+        profile: what the step does; calls that backward runs again are in it once.
+        kept: the storages that forward keeps for backward.
+        simulation: bytes and recomputation, as the emitted graphs have them before any fusion.
+        plan: what the plan, the policy or the planner decided here, value by value.
+    """
+
+    profile: Profile
+    kept: frozenset[int]
+    simulation: Simulation
+    plan: Plan
+
+
+class Partitioner:
+    """Cuts joint graphs as a plan says. Made by `partitioner`; compiled code that is cached does not call it."""
+
+    def __init__(
+        self,
+        choose: Callable[[Profile], Chooser],
+        key: str,
+        report: Callable[[Partition], None] | None,
+    ) -> None:
+        self._choose = choose
+        self._key = key
+        self._report = report
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut a joint graph into forward and backward.
+
+        Raises:
+            ValueError: torch is told to keep nothing at all.
+        """
+        from torch._functorch import config
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        if config.activation_memory_budget == 0:
+            message = (
+                "torch._functorch.config.activation_memory_budget is 0: torch then keeps nothing and asks no plan.\n"
+                "Leave it at 1, and say in the plan what to recompute."
+            )
+            raise ValueError(message)
+        count: int = options["num_fwd_outputs"]
+        _merge_equal_nodes(gm)
+        joint = read_joint(gm)
+        decided = _decide(joint, self._choose(joint.profile))
+        plan = _plan(joint.profile, decided)
+        _tag(joint, decided)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        if self._report is not None or _log.isEnabledFor(logging.DEBUG):
+            partition = _judge(gm, forward, count, plan)
+            _log.debug("partition: %s", partition.simulation)
+            if self._report is not None:
+                self._report(partition)
+        return forward, backward
+
+    def uuid(self) -> str:
+        """What Inductor's and AOTAutograd's caches know this partitioner by: equal plans share it, and only they."""
+        return self._key
+
+    # The caches copy the whole configuration and pickle it for their key; they never load it.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_refuse_loading, (self._key,))
+
+
+Chooser = Callable[[OpCall, Site, Decision | None], Decision | None]
+"""From a value, and what the tag of a region says of it, to a decision; None leaves it to the tag, or to torch."""
+
+
+def partitioner(
+    plan: Plan | PolicyLike | None = None,
+    *,
+    planner: Callable[[Profile], Plan] | None = None,
+    report: Callable[[Partition], None] | None = None,
+) -> Partitioner:
+    """Make what `torch.compile` cuts forward from backward with, so that a plan or a policy decides value by value.
+
+    Give it to Inductor as an option, as below, or to ``aot_autograd(partition_fn=...)``. A plan overrules the tags of
+    `recollect.checkpoint` regions inside; a policy is asked outside of them only. What neither decides, torch does.
+    Forced to be kept, whatever a plan says: what forward returns, results of operators with effects or on inputs that
+    the step changes, random seeds, and branches (`torch.cond`). Values to be offloaded are kept, and noted on their
+    nodes.
+
+    Args:
+        plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for all. A
+            value that a policy has no rule for is left to torch.
+        planner: makes the plan from what each graph does, in place of `plan`.
+        report: called with each partition when a graph is compiled.
+
+    Returns:
+        An object for the option ``custom_partitioner_fn``. Equal plans and policies share entries in torch's caches,
+        also between processes; one with a planner or a report is compiled anew in each process.
+
+    Raises:
+        TypeError: it is none of these, or both or neither of `plan` and `planner` are given.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    >>> compiled = torch.compile(model, options={"custom_partitioner_fn": partitioner(Decision.RECOMPUTE)})
+    """
+    if (plan is None) == (planner is None):
+        message = "partitioner takes a plan or policy, or a planner: give one of the two"
+        raise TypeError(message)
+    if planner is not None:
+        choose, key = _by_planner(planner), None
+    elif isinstance(plan, Plan):
+        choose, key = _by_plan(plan), plan.digest
+    else:
+        assert plan is not None
+        policy = as_policy(plan)
+        choose, key = _by_policy(policy), hashlib.sha256(key_of(policy).encode()).hexdigest()[:32]
+    own = f"recollect-{_source_digest()}-"
+    made = Partitioner(choose, own + (uuid.uuid4().hex if key is None or report is not None else key), report)
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    CustomPartitionerFn.register(Partitioner)
+    return made
+
+
+def _by_plan(plan: Plan) -> Callable[[Profile], Chooser]:
+    def look(profile: Profile) -> Chooser:
+        if _log.isEnabledFor(logging.DEBUG):
+            sites = [profile.calls[one.call].site(one.output) for one in profile.made()]
+            _log.debug("choices that match nothing in this graph: %s", plan.unmatched(sites))
+        return lambda call, site, tagged: plan.decide(site)
+
+    return look
+
+
+def _by_planner(planner: Callable[[Profile], Plan]) -> Callable[[Profile], Chooser]:
+    return lambda profile: _by_plan(planner(profile))(profile)
+
+
+def _by_policy(policy: Policy) -> Callable[[Profile], Chooser]:
+    def choose(call: OpCall, site: Site, tagged: Decision | None) -> Decision | None:
+        if tagged is not None:
+            return None
+        if _keeps_place(policy, call):
+            return Decision.SAVE
+        if policy.judge(site) is None and not (site.is_routing or site.is_collective):
+            return None  # in a region that means to recompute; here nothing bounds how far that would go
+        return judge(policy, site).decision
+
+    return lambda _: choose
+
+
+def _keeps_place(policy: Policy, call: OpCall) -> bool:
+    """Whether the call lies in a module, or under a name, that is kept whole."""
+    parts = call.module.split(".") if call.module else []
+    paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return any(policy.keeps_module(path, None) for path in paths) or any(map(policy.keeps_name, call.scopes))
+
+
+def _merge_equal_nodes(gm: fx.GraphModule) -> None:
+    """What torch's partitioner does first, done now: nodes that it would merge later must not be told apart."""
+    from torch._functorch import config
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    gm.graph.eliminate_dead_code()
+    if config.cse:
+        gm.graph = fx_graph_cse(gm.graph)
+
+
+def _decide(joint: Joint, choose: Chooser) -> dict[int, Decision]:
+    """For each forward call that makes something: what happens to it, where the plan or the policy has a say.
+
+    An operator with several results is kept as a whole if one of them is: kept apart, they would have to be made again
+    together.
+    """
+    profile = joint.profile
+    made: dict[int, list[int]] = {}
+    for one in profile.made():
+        if one.call < profile.forward_count:
+            made.setdefault(one.call, []).append(one.output)
+    decided: dict[int, Decision] = {}
+    for number, outputs in made.items():
+        call, tagged = profile.calls[number], _tagged(joint.nodes[number])
+        if call.runs_once:
+            decided[number] = Decision.SAVE
+            continue
+        said = {choose(call, call.site(output), tagged) for output in outputs}
+        decision = next((one for one in (Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE) if one in said), None)
+        returned = (profile.storages[call.outputs[at].storage].lifetime is Lifetime.RETURNED for at in outputs)
+        if decision is Decision.RECOMPUTE and any(returned):
+            decision = Decision.SAVE
+        if decision is not None:
+            decided[number] = decision
+    return decided
+
+
+def _tagged(node: fx.Node) -> Decision | None:
+    """What a region's tag says, if the node has one that torch's partitioner obeys."""
+    tag = node.meta.get("recompute")
+    if tag is CheckpointPolicy.MUST_SAVE:
+        noted = node.meta.get(DECISION)
+        return Decision.OFFLOAD if noted == Decision.OFFLOAD.value else Decision.SAVE
+    return Decision.RECOMPUTE if tag in _RECOMPUTE else None
+
+
+def _tag(joint: Joint, decided: dict[int, Decision]) -> None:
+    """Write the decisions where torch's partitioner reads them."""
+    again: set[int] = set()
+    noted: set[fx.Node] = set()
+    for number, decision in decided.items():
+        node = joint.nodes[number]
+        if decision is Decision.RECOMPUTE:
+            again.update(joint.storages[node])
+        for one in (node, *_parts(node)):
+            _note(one, decision)
+            noted.add(one)
+    for node, storages in joint.storages.items():  # views are made again from what they look at
+        if node.op == "call_function" and storages and again.issuperset(storages) and node not in noted:
+            _note(node, Decision.RECOMPUTE)
+
+
+def _note(node: fx.Node, decision: Decision) -> None:
+    if decision is Decision.RECOMPUTE:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.pop("ac_graph_id", None)  # else the last values of a region are kept after all
+    else:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta[DECISION] = decision.value
+
+
+def _parts(node: fx.Node) -> list[fx.Node]:
+    """The nodes that take a result apart."""
+    parts = [user for user in node.users if user.target is operator.getitem]
+    return [*parts, *(inner for part in parts for inner in _parts(part))]
+
+
+def _judge(gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan) -> Partition:
+    """Simulate what was emitted."""
+    by_name = {node.name: node for node in gm.graph.nodes}
+
+    def origin(node: fx.Node) -> fx.Node | None:
+        # Nodes that were added for the states of random generators may bear the names of others.
+        found = by_name.get(node.name)
+        return found if found is not None and found.meta.get("val") is node.meta.get("val") else None
+
+    joint = read_joint(gm, in_forward={node.name for node in forward.graph.nodes if origin(node) is not None})
+    results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
+    assert isinstance(results, Sequence)
+    passed = (origin(node) for node in results[count:] if isinstance(node, fx.Node))
+    kept = frozenset(storage for node in passed if node is not None for storage in joint.storages[node])
+    return Partition(profile=joint.profile, kept=kept, simulation=simulate(joint.profile, kept), plan=plan)
+
+
+def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:
+    """What was decided, as a plan of exact sites."""
+    return Plan(
+        choices=tuple(
+            Choice.at(profile.calls[made.call].site(made.output), decided[made.call])
+            for made in profile.made()
+            if made.call in decided
+        )
+    )
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Changes with this code, so that what an older one compiled is not taken for the same."""
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in ("joint.py", "partition.py"))).hexdigest()[
+        :16
+    ]
+
+
+def _refuse_loading(key: str) -> None:
+    message = f"partitioner {key} was pickled as a key for caches, and cannot be loaded from it"
+    raise TypeError(message)

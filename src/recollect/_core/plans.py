@@ -1,0 +1,175 @@
+"""Plan: what is to happen to the values of a step, site by site. Plain data; no torch here."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from recollect._core.decisions import Decision, Site
+from recollect._core.documents import read_document, write_document
+from recollect._core.patterns import compile_pattern
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A decision, and the sites that it is for; a field that is None leaves it open.
+
+    Attributes:
+        decision: what happens there.
+        region: pattern of the region's name; the patterns are those of `recollect.policies`, ``""`` matches ``""``.
+        module: pattern of the module's path.
+        op: pattern of the operator's name.
+        call: which call of the operator in the region.
+        output: which of its outputs.
+        is_exact: whether region, module and op are meant as they are written, and are no patterns.
+
+    >>> norms = Choice(decision=Decision.RECOMPUTE, module="layers.*.norm")
+    >>> norms.matches(Site(region="", op="aten.mul.Tensor", module="layers.3.norm"))
+    True
+    """
+
+    decision: Decision
+    region: str | None = None
+    module: str | None = None
+    op: str | None = None
+    call: int | None = None
+    output: int | None = None
+    is_exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_exact and None in (self.region, self.module, self.op, self.call, self.output):
+            message = f"{self}: an exact site has a region, a module, an op, a call and an output"
+            raise ValueError(message)
+        for pattern in (self.region, self.module, self.op):
+            if pattern and not self.is_exact:
+                compile_pattern(pattern)
+
+    @classmethod
+    def at(cls, site: Site, decision: Decision) -> Choice:
+        """The decision for one value."""
+        return cls(
+            decision=decision,
+            region=site.region,
+            module=site.module,
+            op=site.op,
+            call=site.call,
+            output=site.output,
+            is_exact=True,
+        )
+
+    def matches(self, site: Site) -> bool:
+        """Whether it is for this site."""
+        return _matcher(self)(site)
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, for the one index that is made when it is first asked
+class Plan:
+    """What is to happen to the values of a step. The first choice that matches a site decides; no choice, no decision.
+
+    Attributes:
+        choices: in the order in which they are looked at.
+        name: what reports call it.
+
+    >>> plan = Plan(choices=(
+    ...     Choice(decision=Decision.SAVE, op="aten.mm.default"),
+    ...     Choice(decision=Decision.RECOMPUTE, module="layers.**"),
+    ... ))
+    >>> plan.decide(Site(region="", op="aten.mm.default", module="layers.0"))
+    <Decision.SAVE: 'save'>
+    >>> plan.decide(Site(region="", op="aten.mul.Tensor", module="head")) is None
+    True
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    choices: tuple[Choice, ...] = ()
+    name: str = ""
+
+    @classmethod
+    def of(cls, policy: Callable[[Site], Decision | None], sites: Iterable[Site], *, name: str = "") -> Plan:
+        """What a policy decides for these sites, one by one; those that it is silent about (None) are left out.
+
+        >>> here = Site(region="block", op="aten.mm.default")
+        >>> Plan.of(lambda site: Decision.SAVE, [here]).decide(here)
+        <Decision.SAVE: 'save'>
+        """
+        decisions = ((site, policy(site)) for site in sites)
+        return cls(choices=tuple(Choice.at(site, made) for site, made in decisions if made is not None), name=name)
+
+    def decide(self, site: Site) -> Decision | None:
+        """What happens at this site; None if no choice is for it."""
+        at, choice = self._exact.get(_key(site), (len(self.choices), None))
+        for position, matches, other in self._patterns:
+            if position > at:
+                break
+            if matches(site):
+                return other.decision
+        return None if choice is None else choice.decision
+
+    def unmatched(self, sites: Iterable[Site]) -> tuple[Choice, ...]:
+        """The choices that are for none of these sites."""
+        known = list(sites)
+        keys = set(map(_key, known))
+        return tuple(
+            choice
+            for choice in self.choices
+            if not (_key(choice) in keys if choice.is_exact else any(map(_matcher(choice), known)))
+        )
+
+    @property
+    def digest(self) -> str:
+        """A short text, the same for equal plans and no others, a key for caches."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        """The plan as text that `from_json` reads."""
+        return write_document(self, kind="plan", version=_VERSION)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is none, or of a later version.
+        """
+        return read_document(text, cls, kind="plan", version=_VERSION)
+
+    @functools.cached_property
+    def _exact(self) -> dict[tuple[object, ...], tuple[int, Choice]]:
+        """The first exact choice for each site, with its position."""
+        index: dict[tuple[object, ...], tuple[int, Choice]] = {}
+        for position, choice in enumerate(self.choices):
+            if choice.is_exact:
+                index.setdefault(_key(choice), (position, choice))
+        return index
+
+    @functools.cached_property
+    def _patterns(self) -> list[tuple[int, Callable[[Site], bool], Choice]]:
+        return [(at, _matcher(choice), choice) for at, choice in enumerate(self.choices) if not choice.is_exact]
+
+
+def _key(place: Site | Choice) -> tuple[object, ...]:
+    return (place.region, place.module, place.op, place.call, place.output)
+
+
+def _matcher(choice: Choice) -> Callable[[Site], bool]:
+    if choice.is_exact:
+        return lambda site: _key(site) == _key(choice)
+    region, module, op = map(_text_matcher, (choice.region, choice.module, choice.op))
+    return lambda site: (
+        region(site.region)
+        and module(site.module)
+        and op(site.op)
+        and choice.call in (None, site.call)
+        and choice.output in (None, site.output)
+    )
+
+
+def _text_matcher(pattern: str | None) -> Callable[[str], bool]:
+    if pattern is None:
+        return lambda _: True
+    return compile_pattern(pattern) if pattern else lambda text: not text

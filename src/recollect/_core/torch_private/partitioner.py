@@ -1,0 +1,16 @@
+"""The notes on nodes by which torch's partitioner is told what to do, and ours.
+
+``CheckpointPolicy`` is torch's own object in all of this library, because the partitioner compares with it and users'
+policies return it.
+Run on: torch 2.11, 2.13.
+"""
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+BLOCKS, VALUES = "recollect_blocks", "recollect_values"
+"""Where a node carries the names of the blocks around it, outermost first, and of the value that it gives."""
+
+DECISION, REGION = "recollect_decision", "recollect_region"
+"""Where it carries our decision in a word, for passes that come after, and the region that it belongs to."""
+
+__all__ = ["BLOCKS", "DECISION", "REGION", "VALUES", "CheckpointPolicy"]

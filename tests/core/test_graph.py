@@ -1,0 +1,134 @@
+"""A profile is plain data: it goes to JSON and back unchanged, and refuses what does not hang together."""
+
+import json
+from typing import Any
+
+import pytest
+
+from recollect import Site
+from recollect._core.graph import Lifetime, Made, OpCall, Phase, Profile, Saved, Storage, Value
+
+STEP = Profile(
+    storages=(
+        Storage(bytes=64, lifetime=Lifetime.STEP, name="weight"),
+        Storage(bytes=128),
+        Storage(bytes=4, lifetime=Lifetime.RETURNED),
+        Storage(bytes=4, lifetime=Lifetime.GIVEN),
+        Storage(bytes=64, lifetime=Lifetime.RETURNED),
+    ),
+    calls=(
+        OpCall(
+            op="aten.mm.default",
+            inputs=(Value(storage=0, shape=(4, 4), dtype="float32", bytes=64),),
+            outputs=(Value(storage=1, shape=(8, 4), dtype="float32", bytes=128),),
+            region="block",
+            module="mlp.up",
+            scopes=("inner",),
+            call=2,
+            source="model.py:41",
+            flops=256,
+            seconds=1e-6,
+            is_random=True,
+        ),
+        OpCall(op="aten.t.default", inputs=(Value(storage=1),), outputs=(Value(storage=1, shape=(4, 8)),)),
+        OpCall(op="aten.relu_.default", inputs=(Value(storage=1),), outputs=(Value(storage=1),), writes=(1,)),
+        OpCall(op="aten.sum.default", inputs=(Value(storage=1),), outputs=(Value(storage=2),)),
+        OpCall(
+            op="aten.mm.default",
+            phase=Phase.BACKWARD,
+            inputs=(Value(storage=3), Value(storage=1)),
+            outputs=(Value(storage=4),),
+        ),
+    ),
+    saved=(Saved(storage=1, by=3, reader=4), Saved(storage=0, by=0)),
+    device="NVIDIA H200",
+)
+
+
+def test_a_profile_goes_to_json_and_back_unchanged() -> None:
+    assert Profile.from_json(STEP.to_json()) == STEP
+
+
+def test_the_json_of_a_profile_says_what_it_is_and_leaves_out_defaults() -> None:
+    data = json.loads(STEP.to_json())
+    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 1, {"bytes": 128})
+    assert data["calls"][4]["phase"] == "backward"
+
+
+def test_views_and_writes_in_place_make_no_storage() -> None:
+    assert list(STEP.made()) == [
+        Made(storage=1, call=0, output=0),
+        Made(storage=2, call=3, output=0),
+        Made(storage=4, call=4, output=0),
+    ]
+
+
+def test_a_call_knows_its_site() -> None:
+    assert STEP.calls[0].site() == Site(
+        region="block",
+        op="aten.mm.default",
+        call=2,
+        module="mlp.up",
+        scopes=("inner",),
+        shape=(8, 4),
+        dtype="float32",
+        bytes=128,
+        flops=256,
+        is_random=True,
+    )
+
+
+def test_what_a_call_writes_into_counts_as_read() -> None:
+    assert OpCall(op="aten.copy_.default", inputs=(Value(storage=2),), writes=(0,)).reads == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"storages": STEP.storages[:2]}, "call 3 (aten.sum.default) refers to storage 2, and there are 2"),
+        ({"saved": (Saved(storage=1, by=9),)}, "Saved(storage=1, by=9, reader=None) refers to call 9, and there are 5"),
+        (
+            {"calls": (STEP.calls[4], STEP.calls[0]), "saved": ()},
+            "call 1 (aten.mm.default) is of forward and comes after one of backward",
+        ),
+    ],
+)
+def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any], text: str) -> None:
+    fields: dict[str, Any] = {"storages": STEP.storages, "calls": STEP.calls, "saved": STEP.saved, **change}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Profile(**fields)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[", "expected a profile of recollect as JSON: Expecting value: line 1 column 2 (char 1)"),
+        ("[]", "expected a profile of recollect, found something else"),
+        ('{"recollect": "plan"}', "expected a profile of recollect, found a plan of recollect"),
+        (
+            '{"recollect": "profile", "version": 2}',
+            (
+                "this profile is of version 2, and this recollect reads up to version 1: upgrade recollect, or write "
+                "the profile anew"
+            ),
+        ),
+        ('{"recollect": "profile", "version": 1, "storages": []}', "profile: calls missing"),
+        (
+            '{"recollect": "profile", "version": 1, "storages": [], "calls": [], "graph": 1}',
+            "profile: expected the fields storages, calls, saved, device; not ['graph']",
+        ),
+        (
+            '{"recollect": "profile", "version": 1, "storages": [{"bytes": "many"}], "calls": []}',
+            "profile.storages[0].bytes: expected int, not 'many'",
+        ),
+        (
+            '{"recollect": "profile", "version": 1, "storages": [{"bytes": 1, "lifetime": "short"}], "calls": []}',
+            "profile.storages[0].lifetime: expected Lifetime, not 'short'",
+        ),
+    ],
+)
+def test_text_that_is_no_profile_is_refused_in_words(text: str, error: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Profile.from_json(text)
+    assert str(caught.value) == error
