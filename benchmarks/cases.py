@@ -29,11 +29,25 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where and how thoroughly to measure."""
+    """Where and how thoroughly to measure.
+
+    Attributes:
+        device: where.
+        rounds: how often everyone has a turn.
+        repeats: steps in a turn.
+        is_quick: whether a look is enough.
+        limit_s: when to begin nothing new, in benchmarks that heed it.
+        jobs: processes that prepare candidates, likewise.
+        only: parts of the names of those that are wanted, likewise; all of them if there are none.
+    """
 
     device: torch.device
     rounds: int
     repeats: int
+    is_quick: bool = False
+    limit_s: float | None = None
+    jobs: int = 0
+    only: tuple[str, ...] = ()
 
     def alternate(self, steps: dict[str, Step]) -> dict[str, Timing]:
         """On an accelerator the median of each round, among the tiny costs of the CPU its best."""
@@ -62,6 +76,9 @@ def main(about: str, choices: Mapping[str, Choice], *, skipped: Sequence[str] = 
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", action="append", choices=list(choices), help="may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin nothing new after that (compiled.py)")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile ahead (compiled.py)")
+    parser.add_argument("--only", action="append", default=[], help="candidates whose names hold this (compiled.py)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
     options = parser.parse_args()
     names = options.case or [name for name, choice in choices.items() if options.device in choice.unasked]
@@ -72,7 +89,15 @@ def main(about: str, choices: Mapping[str, Choice], *, skipped: Sequence[str] = 
     torch.set_num_threads(1)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     rounds, repeats = (3, 5) if options.quick else (15, 20) if device.type == "cpu" else (6, 10)
-    setting = Setting(device=device, rounds=rounds, repeats=repeats)
+    setting = Setting(
+        device=device,
+        rounds=rounds,
+        repeats=repeats,
+        is_quick=options.quick,
+        limit_s=options.limit,
+        jobs=options.jobs,
+        only=tuple(options.only),
+    )
 
     console = Console(width=160)
     here = environment(device)

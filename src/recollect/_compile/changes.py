@@ -31,15 +31,16 @@ class Unchanged:
         if not self._nodes:
             return
 
-        def look(_gradient: Tensor | None = None) -> None:
+        def look(*_gradients: Any) -> None:
             changed = {node for tensor, node in self._nodes if _is_changed(tensor)}
             if changed:
                 save_readers(added, changed)
 
         look()
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.requires_grad:
-                result.register_hook(look)
+            # On its node, not on the tensor: on torch 2.11 a hook on a view that is written into ends the process.
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                result.grad_fn.register_prehook(look)
 
 
 def _is_changed(tensor: FunctionalTensor) -> bool:

@@ -32,6 +32,7 @@ _ONCE = frozenset({"cond", "while_loop", "scan", "associative_scan", "map_impl",
 _ALIASING = frozenset({"aten._unsafe_view.default", "_c10d_functional.wait_tensor.default"})
 _ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
 _WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+_STAND_IN = ".forward._module()"  # see `_apply/stand_in.py`
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -265,19 +266,24 @@ def hint(size: int | torch.SymInt) -> int:
     return _UNKNOWN_SIZE if known is None else int(known)
 
 
+def _plain(path: object) -> str:
+    """A path as users know it: without the compiled module's own name, wrappers, and our way to a module's forward."""
+    return _WRAPPED.sub("", _ROOT.sub("", str(path))).replace(_STAND_IN, "").lstrip(".")
+
+
 def module_path(node: fx.Node) -> str:
     """Path of the module that a forward node was traced in, from the compiled one."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return _WRAPPED.sub("", _ROOT.sub("", str(path))).lstrip(".")
+    return _plain(path)
 
 
 def modules_around(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """The modules that a forward node was traced in, outermost first: path from the compiled one, and class."""
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-        yield _WRAPPED.sub("", _ROOT.sub("", str(path))).lstrip("."), kind
+        yield _plain(path), kind
 
 
 def _source(node: fx.Node) -> str:

@@ -8,13 +8,18 @@ closes over; where it reads anything else, by a number that no other process has
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import itertools
 import uuid
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+
+from recollect._core.torch_private.ops import op_name
 from recollect._policy.base import FunctionPolicy, Policy
 from recollect._policy.combine import Combination
 
@@ -28,9 +33,17 @@ _policies: dict[str, Policy] = {}
 _known: dict[int, tuple[Policy, str]] = {}
 
 
-_FORMAT = 1
-"""Part of every key, because code that was compiled by other rules lies in caches: to be raised when nodes of the same
-graph under the same policy are tagged otherwise than before."""
+def _digest_rules() -> str:
+    """Part of every key, because code that was compiled by other rules of ours lies in caches: the rules themselves."""
+    found = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    files = [*package.glob("_compile/*.py"), *package.glob("_policy/*.py"), package / "_core" / "operators.py"]
+    for path in sorted(files):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+_RULES = _digest_rules()
 
 
 def key_of(policy: Policy | None) -> str:
@@ -41,10 +54,10 @@ def key_of(policy: Policy | None) -> str:
     'save_matmuls'
     """
     if policy is None:
-        return f"{_FORMAT}"
+        return _RULES
     found = _known.get(id(policy))
     if found is None:
-        key = f"{_FORMAT} {policy!r}"
+        key = f"{_RULES} {policy!r}"
         functions = list(_functions_in(policy))
         if functions:
             key += " " + hashlib.sha256("\n".join(map(_describe, functions)).encode()).hexdigest()[:16]
@@ -60,7 +73,7 @@ def has_functions(policy: Policy) -> bool:
 
 def policy_of(key: str) -> Policy | None:
     """The policy of that name; it was named in this process."""
-    return None if key == f"{_FORMAT}" else _policies[key]
+    return None if key == _RULES else _policies[key]
 
 
 def _functions_in(policy: Policy) -> Iterator[Callable[..., Any]]:
@@ -98,10 +111,17 @@ def _write(value: Any, around: tuple[Any, ...]) -> str:
     if isinstance(value, tuple | frozenset | list | set):
         parts = [_write(part, around) for part in value]
         return f"{type(value).__name__}({','.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
-    if isinstance(value, Policy):
-        return key_of(value)
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, functools.partial):
+        return f"partial{_write((value.func, value.args, tuple(value.keywords.items())), around)}"
+    if isinstance(value, Policy | enum.Enum | torch.dtype) or op_name(value) is not None:
+        return key_of(value) if isinstance(value, Policy) else str(value)
+    return _write_code_of(value, around)
+
+
+def _write_code_of(value: Any, around: tuple[Any, ...]) -> str:
+    """A function by its code and what that uses; what comes with Python or torch by its name."""
+    if not isinstance(value, ModuleType | type | FunctionType | BuiltinFunctionType):
+        raise TypeError(type(value))
     home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
     if home.partition(".")[0] in _FIXED:
         return f"{home}.{getattr(value, '__qualname__', '')}"

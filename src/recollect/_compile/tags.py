@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from recollect._compile.joint import hint, module_path, modules_around
 from recollect._core.decisions import Decision, Site
+from recollect._core.errors import CompileError
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.torch_private.ops import canonical
 from recollect._core.torch_private.partitioner import BLOCKS, DECISION, REGION, VALUES, CheckpointPolicy
@@ -103,7 +104,9 @@ class _Tagger:
             choice = self._ask_of_call(self._policy, node)
             return choice, Decision.RECOMPUTE if choice in _RECOMPUTE else Decision.SAVE
         decision = self.decide(node)
-        is_again = decision is Decision.RECOMPUTE
+        # Under torch's budget an operator of several outputs cannot be saved itself; its outputs are.
+        is_whole = isinstance(node.meta["val"], tuple | list) and config.activation_memory_budget < 1
+        is_again = decision is Decision.RECOMPUTE or is_whole
         return CheckpointPolicy.PREFER_RECOMPUTE if is_again else CheckpointPolicy.MUST_SAVE, decision
 
     def _ask_of_call(self, policy: CallPolicy, node: Node) -> CheckpointPolicy:
@@ -130,8 +133,23 @@ class _Tagger:
         by_place = self._decide_by_place(node)
         site = self._site(node)
         if site.is_random and config.activation_memory_budget < 1:
+            self._check_budget(site)
             return Decision.SAVE  # under torch's budget what is drawn again is drawn otherwise
         return by_place or judge(self._policy, site).decision
+
+    def _check_budget(self, site: Site) -> None:
+        """Refuse a budget under which torch asks no tag.
+
+        Raises:
+            CompileError: it is 0.
+        """
+        if config.activation_memory_budget == 0:
+            message = (
+                f"region '{self._region}' draws random numbers ({site.op}), and "
+                "torch._functorch.config.activation_memory_budget is 0: torch then computes everything again, whatever "
+                "regions say, and draws other numbers.\nLeave the budget at 1: regions say what is recomputed."
+            )
+            raise CompileError(message)
 
     def _decide_by_place(self, node: Node) -> Decision | None:
         """Whether the node lies in a module, or under a name, that is kept whole."""

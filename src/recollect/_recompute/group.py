@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import get_group, set_group
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class GraphExecGroup(Sharing):
         """Make a group; it can be entered once at a time."""
         super().__init__()
 
+    @untraced
     def __enter__(self) -> Self:
         """Open the group for the backward calls of this thread."""
         if get_group() is not None:
@@ -90,6 +92,7 @@ class GraphExecGroup(Sharing):
         set_group(self)
         return self
 
+    @untraced
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

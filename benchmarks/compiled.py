@@ -1,0 +1,513 @@
+"""What regions and policies cost under torch.compile: step time, peak, compile time, gradients.
+
+    python benchmarks/compiled.py --device cpu                            # a small model, one thread
+    python benchmarks/compiled.py --device cuda --json compiled.json        # the compute-bound step
+    python benchmarks/compiled.py --device cuda --quick --jobs 5 --limit 220  # what can be had in five minutes
+
+Each candidate is compiled once, as one graph, and shows a line when it has run; then all take turns in one process. The
+rivals are torch's checkpoint and its selective contexts (SAC) on the same operators, torch_remat, and the compiler's
+own `activation_memory_budget`. Compile time is the first step less a later one: with caches of its own, empty, where
+it is compared. `--jobs` compiles the others ahead in processes of their own, into the cache that this one reads;
+`--limit` leaves out what has not begun by then. Needs `rich`; run it with `src` importable.
+"""
+
+import copy
+import gc
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from alternate import Step, Timing
+from annotated import RematBlock
+from cases import Case, Choice, Row, Setting, main
+from llama_like import Layers, LlamaLike, one_by_one
+from peers import OURS, REMAT, REMAT_BARE, TORCH, engines, missing, torch_keeping
+from selective import ATTENTION, HALF, KEEPS, MATMULS, Keep, Ops, instead, our_policy_by_ops
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from training import COMPUTE, PLAIN, SMALL, Model, each_block
+
+import recollect
+from recollect import Decision, policies
+from recollect._compile.partition import partitioner
+from recollect._core.plans import Choice as Rule
+from recollect._core.plans import Plan
+
+EAGER = "plain, not compiled"
+FULL = "full"
+BUDGETS = {0.5: 0.7, 0.3: 0.6, 0.1: 0.6, 0.8: 1.0}
+"""The compiler's budgets, and what our peak may be of theirs in a step that takes no longer."""
+
+SPREAD_RUNS = 4
+"""Embedding and attention add up in any order on CUDA, so that one pair of runs may agree by luck."""
+
+# Who takes part.
+
+Prepare = Callable[[LlamaLike], tuple[LlamaLike, Layers]]
+"""Makes the model to compile, which shares the given one's parameters, and what runs its blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way of compiling the step.
+
+    Attributes:
+        name: what it is called.
+        prepare: sets it up.
+        options: Inductor's.
+        budget: the compiler's memory budget.
+        peer: the rival that keeps the same.
+        is_timed: whether its compile time is compared, for which it has empty caches.
+    """
+
+    name: str
+    prepare: Prepare
+    options: dict[str, Any] = field(default_factory=dict)
+    budget: float = 1.0
+    peer: str | None = None
+    is_timed: bool = False
+
+
+def run_by(layers: Layers) -> Prepare:
+    return lambda model: (model, layers)
+
+
+def apply(policy: Any = None, **how: Any) -> Prepare:
+    """Our regions, in a copy of the model that has the same parameters."""
+
+    def prepare(model: LlamaLike) -> tuple[LlamaLike, Layers]:
+        kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        copied = copy.deepcopy(model, kept)
+        recollect.apply(copied, policy, **how)
+        return copied, one_by_one
+
+    return prepare
+
+
+def annotate(layers: Layers, kept: list[str]) -> Prepare:
+    """The model with blocks that are annotated for torch_remat."""
+
+    def prepare(model: LlamaLike) -> tuple[LlamaLike, Layers]:
+        blocks = nn.ModuleList(RematBlock(block, kept) for block in model.layers)  # type: ignore[arg-type]
+        return model, instead(blocks, layers)
+
+    return prepare
+
+
+def keep_every(every: int, ops: Ops) -> Any:
+    """The contexts of one region; a function of this module, because Dynamo refuses others."""
+    count = 0
+
+    def decide(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        nonlocal count
+        keeps = op in ops.attention
+        if op in ops.matmuls:
+            keeps, count = count % every == 0, count + 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def torch_policy(keep: Keep, ops: Ops) -> Layers:
+    if keep.every is not None and keep.every > 1:
+        contexts = partial(keep_every, keep.every, ops)
+    else:
+        contexts = partial(create_selective_checkpoint_contexts, list(ops.all if keep.every else ops.attention))
+    contexts.cache_hash = keep.name  # type: ignore[attr-defined]  # without it AOTAutograd's cache is passed by
+    return each_block(torch_keeping(contexts))
+
+
+def keep_modules(ops: Ops, *paths: str) -> Any:
+    """Attention and some of a block's matmuls."""
+    return policies.first_match(policies.save_modules(*paths), policies.save_ops(*map(str, ops.attention)))
+
+
+def planned(*choices: Rule) -> dict[str, Any]:
+    """The blocks' sums kept, everything else in the blocks made again but for what the choices say."""
+    sums = Rule(decision=Decision.SAVE, module="layers.*", op="aten.add.Tensor")
+    again = Rule(decision=Decision.RECOMPUTE, module="layers.**")
+    return {"custom_partitioner_fn": partitioner(Plan(choices=(*choices, sums, again)))}
+
+
+def same_policies(model: LlamaLike, ops: Ops, setting: Setting) -> list[Candidate]:
+    """Ours and torch's by turns."""
+    calls = {engine.name: engine.call for engine in engines(setting.device)}
+    timed = {HALF.name} if setting.is_quick else {FULL, *(keep.name for keep in KEEPS)}
+    found = []
+    for name in (FULL, HALF.name, ATTENTION.name, MATMULS.name):
+        keep = next((keep for keep in KEEPS if keep.name == name), None)
+        ours = apply() if keep is None else apply(our_policy_by_ops(keep, ops))
+        theirs = each_block(calls[TORCH]) if keep is None else torch_policy(keep, ops)
+        peer = f"{TORCH} {name}"
+        found += [
+            Candidate(name=peer, prepare=run_by(theirs), is_timed=name in timed),
+            Candidate(name=f"{OURS} {name}", prepare=ours, peer=peer, is_timed=name in timed),
+        ]
+    return found
+
+
+def more_of_ours(ops: Ops, blocks: int) -> list[Candidate]:
+    """Between the same policies: where the compiler's budgets end up."""
+    attention = [Rule(decision=Decision.SAVE, op=str(op)) for op in ops.attention]
+
+    def linears(*paths: str) -> list[Rule]:
+        return [
+            Rule(decision=Decision.SAVE, module=f"layers.*.{path}", op=str(op)) for path in paths for op in ops.matmuls
+        ]
+
+    ways: dict[str, Prepare] = {
+        "sdpa+out": apply(keep_modules(ops, "attention.out")),
+        "mm+sdpa, last 1/4 plain": apply(policies.save_ops(*map(str, ops.all)), first=blocks - blocks // 4),
+        "sdpa+out+up": apply(keep_modules(ops, "attention.out", "mlp.up")),
+        "sdpa+out+gate+up": apply(keep_modules(ops, "attention.out", "mlp.gate", "mlp.up")),
+        "sdpa+out+qkv": apply(keep_modules(ops, "attention.out", "attention.qkv")),
+        "every 2nd block": apply(every=2),
+        "mm+sdpa, every 2nd block": apply(policies.save_ops(*map(str, ops.all)), every=2),
+    }
+    plans = {
+        "plan mm+sdpa": planned(*attention, *linears("attention.*", "mlp.*")),
+        "plan sdpa+out": planned(*attention, *linears("attention.out")),
+    }
+    found = [Candidate(name=f"{OURS} {name}", prepare=prepare) for name, prepare in ways.items()]
+    made = [
+        Candidate(name=f"{OURS} {name}", prepare=run_by(one_by_one), options=options) for name, options in plans.items()
+    ]
+    return [*found[:4], *made, *found[4:]]
+
+
+def rivals(setting: Setting) -> list[Candidate]:
+    calls = {engine.name: engine.call for engine in engines(setting.device)}
+    if REMAT_BARE not in calls:
+        return []
+    bare = each_block(calls[REMAT_BARE])  # compiled it calls torch's, which minds random state
+    return [
+        Candidate(name=f"{REMAT} {FULL}", prepare=run_by(bare)),
+        Candidate(name=f"{REMAT} {HALF.name}", prepare=annotate(bare, ["qkv", "sdpa", "gate", "down"])),
+    ]
+
+
+def candidates(model: LlamaLike, ops: Ops, setting: Setting) -> list[Candidate]:
+    """Everyone, the most telling first."""
+    same = same_policies(model, ops, setting)
+    budgets = [Candidate(name=f"budget {budget}", prepare=run_by(one_by_one), budget=budget) for budget in BUDGETS]
+    plain = Candidate(name=PLAIN, prepare=run_by(one_by_one))
+    between = more_of_ours(ops, len(model.layers))
+    everyone = [*same[:4], *budgets, *between[:2], *same[4:], *between[2:], plain, *rivals(setting)]
+    return [one for one in everyone if not setting.only or any(part in one.name for part in setting.only)]
+
+
+# One candidate.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A candidate that has run.
+
+    Attributes:
+        candidate: which.
+        step: runs it again.
+        compile_s: the first step less a later one.
+        step_s: of a few steps, alone.
+        peak_bytes: above parameters and gradients, of such a step.
+        difference: of its gradients from those of its peer; if it has none, from its own in other runs, at most.
+    """
+
+    candidate: Candidate
+    step: Step
+    compile_s: float
+    step_s: float
+    peak_bytes: int
+    difference: float
+
+
+def loss_of(model: LlamaLike, ids: Tensor, run: Layers) -> Tensor:
+    loss: Tensor = model(ids, run)
+    return loss
+
+
+def own_code(function: Any) -> Any:
+    """The function with a code object of its own: to that Dynamo ties what it compiles, and how often it may."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__)
+
+
+def make_step(model: LlamaLike, ids: Tensor, candidate: Candidate) -> Step:
+    prepared, run = candidate.prepare(model)
+    loss = torch.compile(own_code(loss_of), fullgraph=True, dynamic=False, options=dict(candidate.options))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        torch.autograd.backward(loss(prepared, ids, run))
+
+    return step
+
+
+def compile_step(
+    model: LlamaLike, ids: Tensor, candidate: Candidate, peers: dict[str, list[Tensor]], setting: Setting
+) -> Compiled:
+    gc.collect()
+    with ExitStack() as stack:
+        if candidate.is_timed:
+            stack.enter_context(fresh_cache())
+        stack.enter_context(functorch_config.patch(activation_memory_budget=candidate.budget))
+        step = make_step(model, ids, candidate)
+        first_s = timed(step, setting.device)
+    step_s = statistics.median(timed(step, setting.device) for _ in range(3))
+    gradients = gradients_after(model, step)
+    if candidate.peer is None and candidate.name.startswith(TORCH) and not candidate.name.startswith(REMAT):
+        peers[candidate.name] = gradients
+    expected = peers.get(candidate.peer or "")
+    if expected is None:
+        spread = max(largest_difference(gradients_after(model, step), gradients) for _ in range(SPREAD_RUNS))
+    return Compiled(
+        candidate=candidate,
+        step=step,
+        compile_s=first_s - step_s,
+        step_s=step_s,
+        peak_bytes=peak_bytes(step, setting.device),
+        difference=spread if expected is None else largest_difference(gradients, expected),
+    )
+
+
+def timed(step: Step, device: torch.device) -> float:
+    start = time.perf_counter()
+    step()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
+
+
+def gradients_after(model: LlamaLike, step: Step) -> list[Tensor]:
+    torch.manual_seed(1)
+    step()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def largest_difference(left: list[Tensor], right: list[Tensor]) -> float:
+    """Of any parameter's gradient, relative to the largest number in it."""
+    pairs = zip(left, right, strict=True)
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+
+
+def peak_bytes(step: Step, device: torch.device) -> int:
+    """Above what was there before."""
+    if device.type != "cpu":
+        held = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        timed(step, device)
+        return torch.accelerator.max_memory_allocated(device) - held
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    # Inductor's code allocates past the dispatcher: only the profiler sees it.
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+# The cases.
+
+
+def case(name: str, model_spec: Model, dtype: torch.dtype, setting: Setting) -> Iterator[Case]:
+    start = time.monotonic()
+    model, ids = model_spec.build(setting.device, dtype)
+    ops = Ops.of(model, ids[:1])
+    title = f"{model_spec}, {str(dtype).removeprefix('torch.')}, one region per block, compiled as one graph"
+    with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder, delete=False):
+        everyone = candidates(model, ops, setting)
+        ahead = compile_ahead(model_spec, dtype, [one for one in everyone if not one.is_timed], setting, Path(folder))
+        warm_up(setting.device)
+        found = compile_all(model, ids, everyone, setting, start, ahead)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        yield same_case(name, title, found, None)
+        rounds = replace(setting, rounds=2 if setting.is_quick else 4, repeats=4)
+        eager: dict[str, Step] = {EAGER: lambda: train_eagerly(model, ids)}
+        held = torch.accelerator.memory_allocated(setting.device) if setting.device.type != "cpu" else 0
+        with dynamo_config.patch(error_on_recompile=True):
+            timings = rounds.alternate(eager | {one.candidate.name: one.step for one in found})
+    yield step_case(name, title, found, timings, held)
+    yield same_case(name, title, found, timings)
+    yield budget_case(name, title, found, timings)
+
+
+def train_eagerly(model: LlamaLike, ids: Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    torch.autograd.backward(model(ids))
+
+
+def warm_up(device: torch.device) -> None:
+    """Start what the first compilation would: imports, and the pool of processes that compile kernels."""
+    weight = torch.ones(64, 64, device=device, requires_grad=True)
+    torch.compile(lambda x: (x @ x).softmax(-1).sin().sum())(weight).backward()
+
+
+def compile_ahead(
+    model_spec: Model, dtype: torch.dtype, chosen: list[Candidate], setting: Setting, folder: Path
+) -> dict[str, Path]:
+    """Start processes that fill the cache; each marks by a file what it is done with. They end with this one."""
+    marks = {one.name: folder / f"done-{number}" for number, one in enumerate(chosen)} if setting.jobs else {}
+    context = multiprocessing.get_context("spawn")
+    for job in range(setting.jobs):
+        share = dict(list(marks.items())[job :: setting.jobs])
+        with patched_environment(TORCHINDUCTOR_COMPILE_THREADS="2"):
+            arguments = (model_spec, dtype, replace(setting, jobs=0), share)
+            context.Process(target=fill_cache, args=arguments, daemon=True).start()
+    return marks
+
+
+def fill_cache(model_spec: Model, dtype: torch.dtype, setting: Setting, marks: dict[str, Path]) -> None:
+    """What such a process does; the cache is the one that it inherits."""
+    torch.set_num_threads(1)
+    model, ids = model_spec.build(setting.device, dtype)
+    everyone = {one.name: one for one in candidates(model, Ops.of(model, ids[:1]), setting)}
+    for name, mark in marks.items():
+        try:
+            with functorch_config.patch(activation_memory_budget=everyone[name].budget):
+                timed(make_step(model, ids, everyone[name]), setting.device)
+        except Exception as error:  # shown in full by the one who needs it
+            say(f"ahead, {name}: {type(error).__name__}")
+        finally:
+            mark.touch()
+            torch.cuda.empty_cache()  # others share the device
+
+
+@contextmanager
+def patched_environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def compile_all(
+    model: LlamaLike, ids: Tensor, everyone: list[Candidate], setting: Setting, start: float, ahead: dict[str, Path]
+) -> list[Compiled]:
+    def is_over() -> bool:
+        return setting.limit_s is not None and time.monotonic() - start > setting.limit_s
+
+    found: list[Compiled] = []
+    peers: dict[str, list[Tensor]] = {}
+    for candidate in everyone:
+        mark = ahead.get(candidate.name)
+        while mark is not None and not mark.exists() and not is_over() and multiprocessing.active_children():
+            time.sleep(0.1)
+        if is_over():
+            say(f"{candidate.name}: left out, {setting.limit_s} s are over")
+            continue
+        try:
+            one = compile_step(model, ids, candidate, peers, setting)
+        except Exception as error:  # a rival that does not compile is a finding, not the end
+            say(f"{candidate.name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            continue
+        found.append(one)
+        say(
+            f"{time.monotonic() - start:6.1f} s  {candidate.name}: compiled in {one.compile_s:.2f} s"
+            f"{' with empty caches' if candidate.is_timed else ''}, step {one.step_s * 1e3:.1f} ms, "
+            f"peak {one.peak_bytes / 2**20:,.1f} MiB, gradients differ by {one.difference:.1e}"
+        )
+    return found
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def step_case(name: str, title: str, found: list[Compiled], timings: dict[str, Timing], held_bytes: int) -> Case:
+    shown = Case(name=name, title=f"{title}: a training step, in turns")
+    plain_s = timings[EAGER].best_s
+    eager_peak = timings[EAGER].peak_bytes
+    bottom: Row = {"candidate": EAGER, "median_ms": timings[EAGER].median_s * 1e3, "best_ms": plain_s * 1e3}
+    if eager_peak is not None:
+        bottom["peak_bytes"] = eager_peak - held_bytes
+    shown.rows.append(bottom | {"best/plain": 1.0})
+    for one in found:
+        timing = timings[one.candidate.name]
+        row: Row = {
+            "candidate": one.candidate.name,
+            "median_ms": timing.median_s * 1e3,
+            "best_ms": timing.best_s * 1e3,
+            "peak_bytes": one.peak_bytes,
+            "best/plain": timing.best_s / plain_s,
+        }
+        if eager_peak is not None:
+            row["peak/plain"] = one.peak_bytes / (eager_peak - held_bytes)
+        shown.rows.append(row | {"compile_s": one.compile_s, "gradient_difference": one.difference})
+    return shown
+
+
+def same_case(name: str, title: str, found: list[Compiled], timings: dict[str, Timing] | None) -> Case:
+    """Ours against torch's with the same policy; without timings, by the steps that each took alone."""
+    alone = ", each alone" if timings is None else ", in turns"
+    asked = "asked: time <= 1.01, peak <= 1.01, compile <= 1.1, gradients within the spread of torch's own runs"
+    shown = Case(name=name, title=f"{title}: ours over torch's{alone}\n{asked}")
+    by_name = {one.candidate.name: one for one in found}
+    for one in found:
+        peer = by_name.get(one.candidate.peer or "")
+        if peer is None:
+            continue
+        row: Row = {"candidate": one.candidate.name, "time/torch": _seconds(one, timings) / _seconds(peer, timings)}
+        row["peak/torch"] = one.peak_bytes / peer.peak_bytes
+        if one.candidate.is_timed:
+            row["compile/torch"] = one.compile_s / peer.compile_s
+        shown.rows.append(row | {"gradient_difference": one.difference, "spread": f"{peer.difference:.1e}"})
+    return shown
+
+
+def budget_case(name: str, title: str, found: list[Compiled], timings: dict[str, Timing]) -> Case:
+    """For each of the compiler's budgets, the policy of ours that is no slower and peaks lowest."""
+    shown = Case(name=name, title=f"{title}: the compiler's budgets against the best of ours that is no slower")
+    ours = [one for one in found if one.candidate.name.startswith(OURS)]
+    for theirs in found:
+        if theirs.candidate.budget == 1.0:
+            continue
+        budget_s = _seconds(theirs, timings)
+        row: Row = {"candidate": theirs.candidate.name, "best_ms": budget_s * 1e3, "peak_bytes": theirs.peak_bytes}
+        fitting = [one for one in ours if _seconds(one, timings) <= budget_s]
+        best = min(fitting, key=lambda one: one.peak_bytes, default=None)
+        if best is not None:
+            row |= {
+                "ours": best.candidate.name,
+                "ours_ms": _seconds(best, timings) * 1e3,
+                "ours_bytes": best.peak_bytes,
+                "peak/budget": best.peak_bytes / theirs.peak_bytes,
+            }
+        shown.rows.append(row | {"asked": BUDGETS[theirs.candidate.budget]})
+    return shown
+
+
+def _seconds(one: Compiled, timings: dict[str, Timing] | None) -> float:
+    return one.step_s if timings is None else timings[one.candidate.name].best_s
+
+
+TINY = replace(SMALL, layers=2, tokens=256)
+CHOICES = {
+    "small": Choice(measure=partial(case, "small", TINY, torch.float32), devices=("cpu",), unasked=("cpu",)),
+    "compute": Choice(measure=partial(case, "compute", COMPUTE, torch.bfloat16), devices=("cuda",), unasked=("cuda",)),
+}
+
+
+if __name__ == "__main__":
+    main((__doc__ or "").splitlines()[0], CHOICES, skipped=missing())
