@@ -123,7 +123,8 @@ def _write_code_of(value: Any, around: tuple[Any, ...]) -> str:
     if not isinstance(value, ModuleType | type | FunctionType | BuiltinFunctionType):
         raise TypeError(type(value))
     home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-    if home.partition(".")[0] in _FIXED:
+    is_made = isinstance(value, FunctionType) and value.__closure__  # by another function, for what it closes over
+    if home.partition(".")[0] in _FIXED and not is_made:
         return f"{home}.{getattr(value, '__qualname__', '')}"
     if isinstance(value, FunctionType):
         return "itself" if value in around else _write_function(value, (*around, value))

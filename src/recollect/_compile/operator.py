@@ -22,6 +22,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from recollect._compile.changes import Unchanged
 from recollect._compile.keys import policy_of
+from recollect._compile.matches import note_matches
 from recollect._compile.tags import tag_since
 from recollect._core.torch_private.compiler import untraced
 from recollect._policy.base import Policy
@@ -60,8 +61,11 @@ class RegionOperator(HigherOrderOperator):
         unchanged = Unchanged(mode.tracer, operands)
         with preserve_node_meta():
             result = Interpreter(body).run(*operands)
-        added = tag_since(graph, start, name, policy_of(key))
+        policy = policy_of(key)
+        added, words = tag_since(graph, start, name, policy)
         unchanged.watch(added, result)
+        if policy is not None and policy.labels:
+            note_matches(graph, policy, words, result)
         return result
 
 

@@ -35,8 +35,8 @@ _ids = itertools.count(1)
 _RECOMPUTE = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 
 
-def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | None) -> list[Node]:
-    """Tag the nodes that a region's body has added behind `start`; gives them."""
+def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | None) -> tuple[list[Node], set[str]]:
+    """Tag the nodes that a region's body has added behind `start`; gives them, and the rules that decided, in words."""
     added = nodes_since(graph, start)
     tagger = _Tagger(region, policy, added)
     region_id = next(_ids)
@@ -53,7 +53,7 @@ def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | No
         for source in node.all_input_nodes:
             if source not in inside and source.op == "call_function" and "ac_graph_id" not in source.meta:
                 source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-    return added
+    return added, tagger.words
 
 
 def save_readers(added: list[Node], inputs: set[Node]) -> None:
@@ -82,6 +82,8 @@ def nodes_since(graph: Graph, start: Node | None) -> list[Node]:
 def tensors_of(node: Node) -> list[Tensor]:
     """The example tensors that a node gives."""
     value = node.meta.get("val")
+    if isinstance(value, dict):  # of a Triton kernel
+        value = list(value.values())
     parts = value if isinstance(value, tuple | list) else (value,)
     return [part for part in parts if isinstance(part, Tensor)]
 
@@ -93,6 +95,7 @@ class _Tagger:
         self._region, self._policy = region, policy
         self._calls: Counter[str] = Counter()
         self._chosen: set[Node] = set()
+        self.words: set[str] = set()
         self._last: tuple[Any, ...] = ()
         self._root = _common_path(added)
         for node in reversed(added):
@@ -135,7 +138,11 @@ class _Tagger:
         if site.is_random and config.activation_memory_budget < 1:
             self._check_budget(site)
             return Decision.SAVE  # under torch's budget what is drawn again is drawn otherwise
-        return by_place or judge(self._policy, site).decision
+        if by_place is not None:
+            return by_place
+        verdict = judge(self._policy, site)
+        self.words.add(verdict.by)
+        return verdict.decision
 
     def _check_budget(self, site: Site) -> None:
         """Refuse a budget under which torch asks no tag.
@@ -156,10 +163,11 @@ class _Tagger:
         if self._policy is None:
             return None
         names = (*node.meta.get(BLOCKS, ()), *node.meta.get(VALUES, ()))
-        kept = any(map(self._policy.keeps_name, names)) or any(
-            self._policy.keeps_module(path, module) for path, module in self._modules_around(node)
-        )
-        return Decision.SAVE if kept else None
+        kept = [*map(self._policy.keeps_name, names)]
+        kept += [self._policy.keeps_module(path, module) for path, module in self._modules_around(node)]
+        words = [by for by in kept if by is not None]
+        self.words.update(words)
+        return Decision.SAVE if words else None
 
     def _modules_around(self, node: Node) -> Iterator[tuple[str, Any]]:
         """The modules of the region that a node lies in, outermost first: path, and what passes for an instance."""

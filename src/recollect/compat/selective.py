@@ -202,11 +202,14 @@ class _Shelf(Shelf):
         raise ChangedInputError(message)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _InGraph(CallPolicy):
     """A policy of torch's kind for the nodes of a graph."""
 
     fn: Policy
+
+    def __repr__(self) -> str:
+        return "a policy of torch's kind"
 
     def judge_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Ask, unless it is an operator that no policy is asked about."""

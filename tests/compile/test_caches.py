@@ -1,0 +1,296 @@
+"""Compiled code that was stored is found again by the same policy, and never by another."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import recollect
+from recollect import Decision, compat, policies
+from recollect._compile import keys
+from recollect.compat import CheckpointPolicy
+
+# Dynamo looks at the .grad of every tensor that it meets.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:policy .* this step"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def run(call: Callable[..., Tensor]) -> str:
+    """Compile and run a step; whether AOTAutograd's cache had it."""
+    torch._dynamo.reset()
+    counters.clear()
+    inputs = [torch.full((4, 4), number, requires_grad=True) for number in (0.1, 0.2, 0.3, 0.4)]
+    stored = functorch_config.patch(enable_autograd_cache=True, strict_autograd_cache=True)
+    with stored, inductor_config.patch(fx_graph_cache=True):
+        found = torch.autograd.grad(torch.compile(call, fullgraph=True)(*inputs).sum(), inputs)
+    expected = torch.autograd.grad(f(*inputs).sum(), inputs)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+    aot = counters["aot_autograd"]
+    assert not aot["autograd_cache_bypass"]
+    return "hit" if aot["autograd_cache_hit"] else "miss" if aot["autograd_cache_miss"] else "nothing"
+
+
+MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+
+def save_products(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in (MM, ADDMM) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def f(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Products only: Inductor takes those from a library, and calls no C++ compiler."""
+    return torch.mm(torch.addmm(x, torch.mm(x.detach(), a), b), c)
+
+
+def under(policy: Any, **options: Any) -> Callable[..., Tensor]:
+    return recollect.checkpoint(f, policy=policy, **options)
+
+
+def named(word: str) -> Callable[..., Tensor]:
+    def g(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.mm(torch.addmm(x, recollect.name(torch.mm(x.detach(), a), word), b), c)
+
+    return recollect.checkpoint(g, policy=policies.save_names("kept"), name="g")
+
+
+def in_region(word: str) -> Callable[..., Tensor]:
+    @recollect.region(word)
+    def first(x: Tensor, a: Tensor) -> Tensor:
+        return torch.mm(x.detach(), a)
+
+    def g(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.mm(torch.addmm(x, first(x, a), b), c)
+
+    return recollect.checkpoint(g, policy=policies.save_names("kept"), name="g")
+
+
+def larger_than(bound: int) -> Callable[..., Tensor]:
+    return under(lambda site: Decision.SAVE if site.bytes > bound else Decision.RECOMPUTE)
+
+
+def saving(*ops: str) -> Callable[..., Tensor]:
+    """By a closed-over container."""
+    return under(lambda site: Decision.SAVE if site.op in ops else Decision.RECOMPUTE)
+
+
+def with_default(bound: int) -> Callable[..., Tensor]:
+    def policy(site: recollect.Site, bound: int = bound) -> Decision:
+        return Decision.SAVE if site.bytes > bound else Decision.RECOMPUTE
+
+    return under(policy)
+
+
+def torchs(policy: Any) -> Callable[..., Tensor]:
+    """A policy of torch's kind, a list or a function."""
+
+    def call(*args: Tensor) -> Tensor:
+        contexts = functools.partial(compat.create_selective_checkpoint_contexts, policy)
+        return compat.checkpoint(f, *args, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    return call
+
+
+def saves(op: Any) -> Callable[..., bool]:
+    return lambda _ctx, func, *_args, **_kwargs: func is op
+
+
+class Bounded:
+    """An object that decides; what it reads cannot be known from outside."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+
+    def __call__(self, site: recollect.Site) -> Decision:
+        return Decision.SAVE if site.bytes > self.bound else Decision.RECOMPUTE
+
+
+def calling_another(bound: int) -> Callable[..., Tensor]:
+    def inner(site: recollect.Site) -> bool:
+        return site.bytes > bound
+
+    return under(lambda site: Decision.SAVE if inner(site) else Decision.RECOMPUTE)
+
+
+def written(source: str) -> Callable[..., Tensor]:
+    """A policy as a user's file has it, who then edits the file."""
+    names: dict[str, Any] = {"SAVE": Decision.SAVE, "RECOMPUTE": Decision.RECOMPUTE, "__name__": "policies_of_a_user"}
+    exec(textwrap.dedent(source), names)
+    return under(names["policy"])
+
+
+GLOBAL = """
+bound = {bound}
+def policy(site):
+    return SAVE if site.bytes > bound else RECOMPUTE
+"""
+HELPER = """
+def is_large(site):
+    return site.bytes > {bound}
+def policy(site):
+    return SAVE if is_large(site) else RECOMPUTE
+"""
+SETTINGS = """
+class Settings:
+    bound = {bound}
+def policy(site):
+    return SAVE if site.bytes > Settings.bound else RECOMPUTE
+"""
+TABLE = """
+bounds = {{"all": [{bound}]}}
+def policy(site):
+    return SAVE if site.bytes > bounds["all"][0] else RECOMPUTE
+"""
+PARTIAL = """
+import functools
+def judge(bound, site):
+    return SAVE if site.bytes > bound else RECOMPUTE
+policy = functools.partial(judge, {bound})
+"""
+METHOD = """
+class Judge:
+    def __init__(self, bound):
+        self.bound = bound
+    def judge(self, site):
+        return SAVE if site.bytes > self.bound else RECOMPUTE
+policy = Judge({bound}).judge
+"""
+INNER = """
+def policy(site):
+    return SAVE if any(size > {bound} for size in [site.bytes]) else RECOMPUTE
+"""
+SOURCES = {"global": GLOBAL, "helper": HELPER, "class": SETTINGS, "table": TABLE, "partial": PARTIAL}
+SOURCES |= {"method": METHOD, "inner code": INNER}
+
+CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "another of the catalogue": (under(policies.save_matmuls), under(policies.save_all)),
+    "none": (under(None), under(policies.save_matmuls)),
+    "another threshold": (under(policies.save_larger_than("1 KiB")), under(policies.save_larger_than("1 B"))),
+    "another predicate": (under(policies.save_if(policies.flops > 1)), under(policies.save_if(policies.flops > 10**9))),
+    "another operator": (under(policies.save_ops("aten.mm.default")), under(policies.save_ops("aten.addmm.default"))),
+    "another number": (
+        under(policies.save_every("aten.mm.default", 2)),
+        under(policies.save_every("aten.mm.default", 1)),
+    ),
+    "another part": (
+        under(policies.first_match(policies.save_random, policies.save_matmuls)),
+        under(policies.first_match(policies.save_random, policies.save_attention)),
+    ),
+    "another value closed over": (larger_than(0), larger_than(10**6)),
+    "another container closed over": (saving("aten.mm.default"), saving("aten.addmm.default")),
+    "another default": (with_default(0), with_default(10**6)),
+    "another function closed over": (calling_another(0), calling_another(10**6)),
+    "another object": (under(Bounded(0)), under(Bounded(10**6))),
+    "another predicate function": (
+        under(policies.save_if(lambda site: site.bytes > 0)),
+        under(policies.save_if(lambda site: site.bytes < 0)),
+    ),
+    "another list of torch's kind": (torchs([MM]), torchs([ADDMM])),
+    "another function of torch's kind": (torchs(saves(MM)), torchs(saves(ADDMM))),
+    "another name of a value": (named("kept"), named("other")),
+    "another name of a block": (in_region("kept"), in_region("other")),
+    **{
+        f"another {kind} in the user's file": (written(text.format(bound=0)), written(text.format(bound=10**6)))
+        for kind, text in SOURCES.items()
+    },
+    "another region": (
+        under(policies.per_region({"a": policies.save_all}), name="a"),
+        under(policies.per_region({"a": policies.save_all}), name="b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.usefixtures("folder")
+def test_a_changed_policy_is_compiled_anew(kind: str) -> None:
+    before, after = CHANGES[kind]
+    assert run(before) == "miss"
+    assert run(after) == "miss"
+    assert run(before) == run(after) == "hit"
+
+
+SAME: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "catalogue": lambda: under(policies.save_matmuls),
+    "made by a function": lambda: under(policies.save_larger_than("1 KiB")),
+    "combined": lambda: under(policies.first_match(policies.save_matmuls, policies.save_larger_than(10))),
+    "function": lambda: larger_than(5),
+    "container": lambda: saving("aten.mm.default"),
+    "name": lambda: named("kept"),
+    "list of torch's kind": lambda: torchs([MM]),
+    "function of torch's kind": lambda: torchs(save_products),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.usefixtures("folder")
+def test_an_equal_policy_finds_the_code_again(kind: str) -> None:
+    assert run(SAME[kind]()) == "miss"
+    assert run(SAME[kind]()) == "hit"
+
+
+@pytest.mark.usefixtures("folder")
+def test_code_that_was_compiled_by_other_rules_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy in (None, policies.save_matmuls):
+        assert run(under(policy)) == "miss"
+        assert run(under(policy)) == "hit"
+        with monkeypatch.context() as patch:
+            patch.setattr(keys, "_RULES", "other")
+            patch.setattr(keys, "_known", {})
+            assert run(under(policy)) == "miss"
+
+
+PROGRAM = """
+import json
+from recollect import Decision, policies
+from tests.compile import test_caches as t
+{made}
+print(json.dumps([t.run(call) for call in calls]))
+"""
+MADE = """
+def bounded(bound):
+    return lambda site: Decision.SAVE if site.bytes > bound else Decision.RECOMPUTE
+calls = [
+    t.under(policies.save_larger_than({size!r})), t.under(bounded({bound})), t.named({word!r}),
+    t.under(t.Bounded({bound})),
+]
+"""
+
+
+def run_elsewhere(folder: Path, *values: dict[str, Any]) -> list[list[str]]:
+    """The same in another process, once for each set of values."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    program = "".join(PROGRAM.format(made=MADE.format(**one)) for one in values)
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def test_processes_share_code_by_equal_policies_and_by_no_others(folder: Path) -> None:
+    same = {"size": "1 KiB", "bound": 5, "word": "kept"}
+    changed = {"size": "1 B", "bound": 10**6, "word": "other"}
+    assert run_elsewhere(folder, same) == [["miss"] * 4]
+    # An object may read anything, so no process takes another's code for its own.
+    assert run_elsewhere(folder, same, changed) == [["hit", "hit", "hit", "miss"], ["miss"] * 4]
