@@ -42,6 +42,7 @@ class StandIn:
         self.name, self.choices = name, choices
         self.contexts: Any = None  # what a region in a graph takes its policy from, in torch's way
         self.is_removed = False
+        self._is_static = isinstance(forward_of(type(module)), staticmethod)
         self._replaced = {key: table[key] for key in self._entries() if key in table}
 
     def _entries(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class StandIn:
         own: Any = self._covered
         if own is None:
             module: Any = self._module()
-            own = functools.partial(type(module).forward, module)
+            own = type(module).forward if self._is_static else functools.partial(type(module).forward, module)
         if self.is_removed:
             return own(*args, **kwargs)
         return call_in_graph(self, own, self.choices.policy, args, kwargs, self.contexts)
