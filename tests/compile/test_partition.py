@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -468,7 +469,11 @@ def test_a_changed_plan_meets_no_stale_entry_in_the_caches_of_inductor_and_aotau
         return found["autograd_cache_hit"], found["autograd_cache_miss"]
 
     tanh = Plan(choices=(Choice(decision=RECOMPUTE, op="aten.tanh.default"),))
-    with fresh_cache():
+    with (
+        fresh_cache(),
+        functorch_config.patch(enable_autograd_cache=True),
+        inductor_config.patch(fx_graph_cache=True),
+    ):
         assert compiled_with(tanh) == (0, 1)
         assert compiled_with(tanh) == (1, 0)
         assert compiled_with(Plan(choices=(Choice(decision=SAVE, op="aten.tanh.default"),))) == (0, 1)

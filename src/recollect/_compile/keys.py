@@ -108,9 +108,9 @@ def _write(value: Any, around: tuple[Any, ...]) -> str:
     """
     if isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, tuple | frozenset | list | set):
+    if isinstance(value, tuple | frozenset):  # not what may change: lists, sets, dicts
         parts = [_write(part, around) for part in value]
-        return f"{type(value).__name__}({','.join(parts if isinstance(value, tuple | list) else sorted(parts))})"
+        return f"{type(value).__name__}({','.join(parts if isinstance(value, tuple) else sorted(parts))})"
     if isinstance(value, functools.partial):
         return f"partial{_write((value.func, value.args, tuple(value.keywords.items())), around)}"
     if isinstance(value, Policy | enum.Enum | torch.dtype) or op_name(value) is not None:
