@@ -428,3 +428,27 @@ def test_a_compiled_module_inside_a_region_is_no_stranger() -> None:
     (expected,) = torch.autograd.grad(net.eval()(x).sum(), [x])
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+def test_a_backward_inside_the_first_call_of_a_class_does_not_update_its_buffers_twice() -> None:
+    class Following(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return (x * self.calls).sin()
+
+    module = Following()
+
+    def fn(x: Tensor) -> Tensor:
+        y = module(x)
+        (inner,) = torch.autograd.grad(y.exp().sum(), x, retain_graph=True)
+        return y * inner
+
+    x = torch.ones(2, requires_grad=True)
+    backward(recollect.checkpoint(fn)(x).sum())
+    assert module.calls == 1

@@ -330,7 +330,7 @@ class ModuleState:
         changed = self._changed()
         self.is_watching = bool(changed)
         attributes = self._attributes
-        if not (changed or self._state) and (
+        if not (changed or self._state or self._trial is not None) and (
             _modes(self._modules, attributes) == self._training
             and _same_objects(_values(attributes, _parameters), self._parameters)
             and _same_objects(_values(attributes, _buffers), self._buffers)
@@ -385,7 +385,9 @@ class ModuleState:
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
-        for module, name, value in self._state:
+        # A backward inside the function recomputes while buffers are still on trial: they may be updated, too.
+        on_trial = [] if self._trial is None else self._trial.states()
+        for module, name, value in (*self._state, *on_trial):
             now = _get(module, name)
             _set(module, name, _copy(now if value is _MISSING else value))
             stack.callback(_set, module, name, now)
@@ -433,6 +435,10 @@ class _Trial:
     def names(self) -> list[tuple[nn.Module, str]]:
         """The buffers on trial."""
         return [(module, name) for module, name, *_ in self._entries]
+
+    def states(self) -> States:
+        """The buffers on trial as they stood at entry."""
+        return [(module, name, copied) for module, name, _, _, copied in self._entries]
 
     def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
         """Learn from the modules that were called; gives all entries."""
