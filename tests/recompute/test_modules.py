@@ -445,7 +445,7 @@ def test_a_backward_inside_the_first_call_of_a_class_does_not_update_its_buffers
     module = Following()
 
     def fn(x: Tensor) -> Tensor:
-        y = module(x)
+        y: Tensor = module(x)
         (inner,) = torch.autograd.grad(y.exp().sum(), x, retain_graph=True)
         return y * inner
 

@@ -207,20 +207,14 @@ class _Tally:
 class _Watch(DispatchMode):
     """Tells a tally of every operator."""
 
+    looks_beneath = True
+
     def __init__(self, tally: _Tally) -> None:
         super().__init__()
         self._tally = tally
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass unwraps itself, and its inner operators come here
-        kwargs = kwargs or {}
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator, and note whose memory it used."""
         result = func(*args, **kwargs)
         # torch.tensor and torch.from_numpy make their tensor without an operator, then pass it through this one.
         is_birth = func is torch.ops.aten.lift_fresh.default

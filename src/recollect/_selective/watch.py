@@ -119,22 +119,16 @@ class _Watch(DispatchMode):
 class _Overhearing(DispatchMode):
     """Listens to one operator on wrappers, such as distributed tensors: does what it does beneath talk to others?"""
 
+    looks_beneath = True
+
     def __init__(self) -> None:
         super().__init__()
         self.talks = False
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Let wrappers do it; of what they do, note whether it talks."""
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, and note whether it talks."""
         self.talks = self.talks or operator_of(func).is_collective
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _run_and_listen(
@@ -181,18 +175,6 @@ class ForwardWatch(_Watch):
         self._made_inside: list[ref[Any]] = []
         self._storages: dict[int, ref[Any]] | None = {} if tracks_memory else None
         self._makers: list[_Made] | None = [] if notes_makers else None
-        self._on_wrappers = False
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Note whether there are wrappers among the arguments: 1 µs less than to look for them."""
-        self._on_wrappers = bool(types)
-        return self.meet(func, args, kwargs or {})
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
         """Run the operator and keep its result if it is to be kept."""
@@ -207,7 +189,7 @@ class ForwardWatch(_Watch):
         # Compiled code takes its inputs out of the list it is given.
         inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
         call = self._counter.next((func, torch.is_grad_enabled()))  # counted here, like a call that raises
-        if self._on_wrappers:
+        if self.is_on_wrappers:
             given, operator = _run_and_listen(func, operator, args, kwargs)
         else:
             given = func(*args, **kwargs)

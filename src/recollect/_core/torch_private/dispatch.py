@@ -22,11 +22,18 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode that leaves Dynamo alone: importing nothing of it, and out of the way of compiled code.
 
     Subclasses override `meet`, which runs with the mode itself switched off, holds the GIL, and may be called by
-    several of autograd's threads at once. Higher-order operators arrive there too, as one call each. A subclass that
-    asks for the types of the arguments overrides `__torch_dispatch__` itself.
+    several of autograd's threads at once. Higher-order operators arrive there too, as one call each.
+
+    Attributes:
+        looks_beneath: whether operators on tensors that wrap others are met as what they do to those; for subclasses
+            to set.
+        is_on_wrappers: whether the operator just met has such tensors among its arguments; of use where one thread
+            runs under the mode.
     """
 
     supports_higher_order_operators = True
+    looks_beneath = False
+    is_on_wrappers = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
@@ -61,6 +68,9 @@ class DispatchMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Let the subclass meet the operator."""
+        if self.looks_beneath and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the wrapper takes itself apart, and its inner operators come here
+        self.is_on_wrappers = bool(types)
         return self.meet(func, args, kwargs or {})
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
