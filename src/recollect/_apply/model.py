@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import reprlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -133,7 +134,7 @@ def apply(
     ValueError: pattern 'layers.*' matches no module of Sequential; near that: '*', ...
     """
     if not isinstance(model, nn.Module):
-        message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {model!r}"
+        message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {reprlib.repr(model)}"
         raise TypeError(message)
     every, first = _check_count("every", every), _check_count("first", first)
     targets = find_targets(model)
@@ -173,7 +174,7 @@ def remove(model: nn.Module) -> None:
     >>> recollect.remove(twin)
     """
     if not isinstance(model, nn.Module):
-        message = f"recollect.remove expects a torch.nn.Module, not {type(model).__name__} {model!r}"
+        message = f"recollect.remove expects a torch.nn.Module, not {type(model).__name__} {reprlib.repr(model)}"
         raise TypeError(message)
     for module in model.modules():
         while (stand_in := stand_in_of(module)) is not None:
