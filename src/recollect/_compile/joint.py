@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from recollect._core.graph import Lifetime, OpCall, Phase, Profile, Saved, Storage, Value
 from recollect._core.operators import Operator, count_flops, operator_of
+from recollect._core.patterns import plain_path
 from recollect._core.torch_private.partitioner import BLOCKS, REGION
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
@@ -31,7 +32,6 @@ _ONCE = frozenset({"cond", "while_loop", "scan", "associative_scan", "map_impl",
 # Share memory with their argument without a word in their schemas.
 _ALIASING = frozenset({"aten._unsafe_view.default", "_c10d_functional.wait_tensor.default"})
 _ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
-_WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _STAND_IN = ".forward._module()"  # see `_apply/stand_in.py`
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -268,7 +268,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 def _plain(path: object) -> str:
     """A path as users know it: without the compiled module's own name, wrappers, and our way to a module's forward."""
-    return _WRAPPED.sub("", _ROOT.sub("", str(path))).replace(_STAND_IN, "").lstrip(".")
+    return plain_path(_ROOT.sub("", str(path)).replace(_STAND_IN, "")).lstrip(".")
 
 
 def module_path(node: fx.Node) -> str:
