@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from recollect._core.graph import Lifetime, OpCall, Phase, Profile, Storage, Value
+from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
+from recollect._core.graph import Profile
 
 
 def call(op: str, reads: list[int], makes: list[int], phase: Phase = Phase.FORWARD, **more: int) -> OpCall:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recollect._core.graph import Lifetime, OpCall, Phase, Profile, Storage, Value
+from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
+from recollect._core.graph import Profile
 from recollect._plan.simulate import Simulation, Simulator, Step, simulate
 from tests.plan.steps import call, chain, steps
 
@@ -194,6 +195,15 @@ def test_a_schedule_that_reads_what_is_gone_is_refused() -> None:
 def test_a_step_without_calls_holds_what_is_there() -> None:
     nothing = simulate(Profile(storages=(Storage(bytes=5, lifetime=Lifetime.STEP),), calls=()), kept=())
     assert (nothing.peak_bytes, nothing.backward_peak_bytes) == (5, 5)
+
+
+def test_a_step_whose_forward_goes_on_after_backward_is_not_judged() -> None:
+    profile = Profile(
+        storages=(Storage(bytes=1, lifetime=Lifetime.STEP),),
+        calls=(call("b", [0], [], Phase.BACKWARD), call("f", [0], [])),
+    )
+    with pytest.raises(ValueError, match=r"call 1 \(f\) is of forward and comes after one of backward: only a step"):
+        Simulator(profile)
 
 
 def best_within(profile: Profile, budget: int, choices: Collection[int]) -> Simulation | None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from recollect._core.graph import Lifetime, OpCall, Phase, Profile, Saved, Storage, Value
+from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Storage, Value
+from recollect._core.graph import Profile
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.patterns import plain_path
 from recollect._core.torch_private.partitioner import BLOCKS, REGION

@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from recollect._core.graph import Lifetime, Profile
+from recollect._core.calls import Lifetime, Phase
+from recollect._core.graph import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def simulate(profile: Profile, kept: Collection[int]) -> Simulation:
         profile: the step.
         kept: indices of storages.
 
-    >>> from recollect._core.graph import OpCall, Phase, Storage, Value
+    >>> from recollect._core.calls import OpCall, Phase, Storage, Value
     >>> def call(op, reads, makes, phase=Phase.FORWARD):
     ...     return OpCall(op=op, phase=phase, flops=1, inputs=tuple(Value(storage=at) for at in reads),
     ...         outputs=tuple(Value(storage=at) for at in makes))
@@ -96,12 +97,23 @@ def simulate(profile: Profile, kept: Collection[int]) -> Simulation:
 
 
 class Simulator:
-    """Judges keep sets and schedules of one step: what they have in common is worked out once."""
+    """Judges keep sets and schedules of one step: what they have in common is worked out once.
+
+    Raises:
+        ValueError: forward goes on after backward began.
+    """
 
     def __init__(self, profile: Profile) -> None:
         calls, storages = profile.calls, profile.storages
         self.profile = profile
         self._forward_count = profile.forward_count
+        for number in range(self._forward_count, len(calls)):
+            if calls[number].phase is Phase.FORWARD:
+                message = (
+                    f"call {number} ({calls[number].op}) is of forward and comes after one of backward: only a step of "
+                    "one forward and one backward can be judged"
+                )
+                raise ValueError(message)
         self._reads = [tuple(call.reads) for call in calls]
         self._makes = [tuple(dict.fromkeys(value.storage for value in call.outputs)) for call in calls]
         self._sizes = [storage.bytes for storage in storages]

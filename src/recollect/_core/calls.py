@@ -1,0 +1,185 @@
+"""What one call of an operator does, and the memory it does it to. Plain data; no torch here, operators are strings."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from recollect._core.decisions import Site
+
+
+class Phase(enum.Enum):
+    """Which part of the step a call belongs to. RECOMPUTATION: a region runs it again, inside backward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTATION = "recomputation"
+    OPTIMIZER = "optimizer"
+
+
+class Category(enum.Enum):
+    """What memory is for.
+
+    GRADIENT: of parameters, and of what else collects them. ACTIVATION: made in forward, kept for backward. LOSS_HEAD:
+    activations and temporaries of what comes after the last repeated block, the loss itself included. TEMPORARY: all
+    other that calls make.
+    """
+
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    OPTIMIZER = "optimizer state"
+    BUFFER = "buffers"
+    INPUT = "inputs"
+    ACTIVATION = "activations"
+    LOSS_HEAD = "loss head"
+    TEMPORARY = "temporaries"
+
+
+class Lifetime(enum.Enum):
+    """How long a storage is there.
+
+    STEP: before the step and after it, as parameters, buffers and the step's own inputs are. GIVEN: handed to backward
+    at its start, and freed after its last use, as the gradients of the outputs are. RETURNED: from the call that makes
+    it to the end, as results and gradients are. VALUE: until its last use.
+    """
+
+    STEP = "step"
+    GIVEN = "given"
+    RETURNED = "returned"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Bytes that tensors share.
+
+    Attributes:
+        bytes: how many.
+        lifetime: how long they are there.
+        name: of the parameter, buffer or argument, if it is one.
+        category: what they are for.
+        device: where they are, if it is not the device that is profiled: ``"cpu"``. They then do not count.
+        made_at: the call that they came with, if it was seen; None: as `calls` say.
+        freed_at: the call at whose start they were gone, if it was seen; None: as `lifetime` says.
+    """
+
+    bytes: int
+    lifetime: Lifetime = Lifetime.VALUE
+    name: str = ""
+    category: Category = Category.TEMPORARY
+    device: str = ""
+    made_at: int | None = None
+    freed_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor, as a window on a storage: two with one storage are aliases.
+
+    Attributes:
+        storage: index into the profile's storages.
+        shape: of the tensor, symbolic sizes by their hint.
+        dtype: as torch writes it without its prefix.
+        bytes: of its elements, which may be fewer or more than the storage's.
+    """
+
+    storage: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """One call of an operator.
+
+    Attributes:
+        op: the operator, overload included.
+        phase: which part of the step it belongs to.
+        inputs: what it reads.
+        outputs: what it gives; one on a storage that was there before is a view or was written in place.
+        writes: storages that were there before and that it writes into.
+        region: name of the checkpointed region; ``""`` outside of any.
+        module: path of the calling module.
+        scopes: names of the `recollect.region` blocks around it.
+        call: which call of this operator in the region, from 0.
+        first_output: number of its first output, where a compiler took one operator apart into several calls.
+        source: the line of the user's code, as ``"model.py:41"``.
+        flops: floating-point operations.
+        seconds: how long it takes; None if nobody measured or estimated it.
+        workspace_bytes: memory that it takes and gives back while it runs.
+        is_random: whether it draws random numbers.
+        is_routing: whether its result chooses.
+        is_collective: whether it talks to other processes.
+        runs_once: whether it must not be run again in backward, because it has effects or reads what was overwritten.
+        forward: index of the forward call whose gradient it computes, or that it runs again; None for others, and where
+            nobody knows. Module, source and region are then those of that call.
+    """
+
+    op: str
+    phase: Phase = Phase.FORWARD
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] = ()
+    writes: tuple[int, ...] = ()
+    region: str = ""
+    module: str = ""
+    scopes: tuple[str, ...] = ()
+    call: int = 0
+    first_output: int = 0
+    source: str = ""
+    flops: int = 0
+    seconds: float | None = None
+    workspace_bytes: int = 0
+    is_random: bool = False
+    is_routing: bool = False
+    is_collective: bool = False
+    runs_once: bool = False
+    forward: int | None = None
+
+    @property
+    def reads(self) -> frozenset[int]:
+        """The storages that must be there when it runs, those it writes into included."""
+        return frozenset(value.storage for value in self.inputs) | frozenset(self.writes)
+
+    def site(self, output: int = 0) -> Site:
+        """Where one of its outputs is made, as policies and plans see it."""
+        value = self.outputs[output] if self.outputs else Value(storage=0)
+        return Site(
+            region=self.region,
+            op=self.op,
+            call=self.call,
+            output=self.first_output + output,
+            module=self.module,
+            scopes=self.scopes,
+            shape=value.shape,
+            dtype=value.dtype,
+            bytes=value.bytes,
+            flops=self.flops,
+            is_random=self.is_random,
+            is_routing=self.is_routing,
+            is_collective=self.is_collective,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A storage that one call keeps for backward.
+
+    Attributes:
+        storage: what is kept.
+        by: index of the forward call whose gradient needs it.
+        reader: index of the first backward call that reads it; None if none does, and it is held all the same.
+    """
+
+    storage: int
+    by: int
+    reader: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A storage, and the place that makes it first."""
+
+    storage: int
+    call: int
+    output: int
