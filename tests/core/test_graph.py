@@ -117,8 +117,10 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
         ('{"recollect": "profile", "version": 1, "storages": []}', "profile: calls missing"),
         (
             '{"recollect": "profile", "version": 1, "storages": [], "calls": [], "graph": 1}',
-            "profile: expected the fields storages, calls, saved, device, name, clock, is_dry, rounding_bytes, fixed_bytes, "
-            "optimizer, torch, modules, rules, allocators, notes; not ['graph']",
+            (
+                "profile: expected the fields storages, calls, saved, device, name, clock, is_dry, rounding_bytes, "
+                "fixed_bytes, optimizer, torch, modules, rules, allocators, notes; not ['graph']"
+            ),
         ),
         (
             '{"recollect": "profile", "version": 1, "storages": [{"bytes": "many"}], "calls": []}',

@@ -16,7 +16,7 @@ from torch import Tensor
 from recollect._core.torch_private.graph import Held, is_parameter, leaf_of, read_node, walk
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.units import count_noun, format_bytes
-from recollect._profile.memory import storages_of
+from recollect._profile.storages import storages_of
 from recollect._recompute.frame import Frame
 from recollect._recompute.slots import Slot
 

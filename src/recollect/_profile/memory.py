@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.torch_private.dispatch import DispatchMode
-from recollect._core.torch_private.sparse import sparse_parts
+from recollect._profile.storages import Found, storages_in, storages_of
 
 __all__ = ["LiveBytes"]
 
@@ -105,10 +105,6 @@ class LiveBytes:
         with self._tally.settled():
             self._tally.peak = dict(self._tally.live)
             self._tally.total_peak = sum(self._tally.live.values())
-
-
-Found = tuple[torch.UntypedStorage, torch.device]
-"""A storage, and the device its bytes are on."""
 
 
 class _Tracked(weakref.ref[torch.UntypedStorage]):
@@ -218,8 +214,8 @@ class _Watch(DispatchMode):
         result = func(*args, **kwargs)
         # torch.tensor and torch.from_numpy make their tensor without an operator, then pass it through this one.
         is_birth = func is torch.ops.aten.lift_fresh.default
-        inputs = () if is_birth else _storages_in((args, kwargs))
-        self._tally.note(inputs=inputs, outputs=_storages_in(result))
+        inputs = () if is_birth else storages_in((args, kwargs))
+        self._tally.note(inputs=inputs, outputs=storages_in(result))
         return result
 
 
@@ -241,31 +237,3 @@ def _tensors_of(what: Tensor | nn.Module | Iterable[Tensor | nn.Module]) -> Iter
     else:
         for part in what:
             yield from _tensors_of(part)
-
-
-def _storages_in(value: Any) -> list[Found]:
-    """The storages of all tensors in an operator's arguments or result."""
-    found: list[Found] = []
-    pending = [value]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Tensor):
-            found.extend(storages_of(part))
-        elif isinstance(part, (tuple, list)):
-            pending.extend(part)
-        elif isinstance(part, dict):
-            pending.extend(part.values())
-    return found
-
-
-def storages_of(tensor: Tensor) -> list[Found]:
-    """The storages one tensor is made of."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [found for name in names for found in storages_of(getattr(tensor, name))]
-    if tensor.device.type == "meta":
-        return []
-    try:
-        return [(tensor.untyped_storage(), tensor.device)]
-    except NotImplementedError:  # sparse, or opaque (oneDNN's own layout, whose bytes cannot be asked for)
-        return [found for part in sparse_parts(tensor) for found in storages_of(part)]

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from recollect._core.places import Place, Places
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.ops import op_name
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._recompute.places import Place, Places
 
 _IGNORED = frozenset({"aten.detach", "aten.lift_fresh"})
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from recollect._core.errors import CaptureError, ChangedInputError
 from recollect._core.operators import is_wrapper, parts_of
+from recollect._core.places import Place
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.pytree import Spec, flatten, unflatten
 from recollect._recompute.modules import States as ModuleStates
 from recollect._recompute.modules import put_states
-from recollect._recompute.places import Place
 from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

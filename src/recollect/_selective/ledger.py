@@ -15,10 +15,10 @@ from torch import Tensor
 
 from recollect._core.decisions import Decision, Site
 from recollect._core.operators import Operator, count_flops, is_wrapper, parts_of, storages_in, tensors_in
+from recollect._core.places import Place, Places
 from recollect._core.torch_private.schemas import OpOverload
 from recollect._policy.base import Policy, Verdict
 from recollect._policy.judging import judge
-from recollect._recompute.places import Place, Places
 from recollect._selective.plan import Plan
 from recollect._selective.tape import Tape, name_of_call
 

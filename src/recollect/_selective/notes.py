@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from recollect._core.places import Places
 from recollect._policy.base import Policy
-from recollect._recompute.places import Places
 from recollect._selective.blocks import Wanted
 from recollect._selective.ledger import Ledger
 from recollect._selective.parameters import is_unit

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from recollect._core.places import Place
 from recollect._recompute.frame import unpack
-from recollect._recompute.places import Place
 from recollect._recompute.slots import frame_of
 from recollect._selective.kept import Hooks
 

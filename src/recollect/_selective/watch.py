@@ -25,13 +25,13 @@ from recollect._core.operators import (
     talking,
     tensors_in,
 )
+from recollect._core.places import Place, Places
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.collectives import answer, wait_for, works_in
 from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
 from recollect._core.torch_private.engine import current_pass
 from recollect._core.torch_private.schemas import OpOverload, count_results
 from recollect._recompute.oplog import describe_tensor
-from recollect._recompute.places import Place, Places
 from recollect._selective.kept import (
     KeptCall,
     Meta,

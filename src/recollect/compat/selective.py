@@ -18,11 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy  # torch's own, so that its 
 
 from recollect._core.errors import ChangedInputError, CheckpointError, MismatchError
 from recollect._core.operators import Operator, operator_of
+from recollect._core.places import Place, Places
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.ops import op_name, packet_name
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
 from recollect._policy.base import CallPolicy
-from recollect._recompute.places import Place, Places
 from recollect._selective.kept import KeptCall
 from recollect._selective.ledger import refuse_offload
 from recollect._selective.shelf import Counter, Shelf

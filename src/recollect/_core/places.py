@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
+_DEMO = str(PurePath(_OURS, "_cli"))  # what it runs is a user's program
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 _DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
 _CONTEXT_LINES = 4
@@ -29,6 +30,14 @@ class Place:
     def __str__(self) -> str:
         """Where, to follow the name of an operator: `` in layers.3.mlp, model.py:41``."""
         return f"{f' in {self.module}' if self.module else ''}{f', {self.line}' if self.line else ''}"
+
+
+def is_of_user(code: CodeType) -> bool:
+    """Whether code is neither torch's nor ours nor Python's own."""
+    file = code.co_filename
+    if file.startswith((_TORCH, "<frozen")) or file.endswith(_SKIPPED):
+        return False
+    return not file.startswith(_OURS) or file.startswith(_DEMO)
 
 
 class Places:
@@ -60,16 +69,33 @@ class Places:
             code = frame.f_code
             if code.co_name == "_call_impl" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
                 modules.append(owner)
-            elif code.co_filename.startswith(_OURS):
-                if code.co_filename.endswith(("frame.py", "region.py")):
-                    break
+            elif code.co_filename.startswith(_OURS) and code.co_filename.endswith(("frame.py", "region.py")):
+                break
             elif code.co_filename.startswith(_TORCH):
                 self.saw_compiled = self.saw_compiled or code.co_filename.endswith(_DYNAMO)
-            elif len(stack) < _CONTEXT_LINES and not code.co_filename.endswith(_SKIPPED):
+            elif len(stack) < _CONTEXT_LINES and is_of_user(code):
                 stack.append(f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
             frame = frame.f_back
         line = stack[0].split(" in ")[0] if stack else ""
         return Place(module=self._path(modules), line=line, stack=tuple(stack))
+
+    def locate(self, depth: int) -> tuple[str, str]:
+        """The path of the module and the line of whoever called `depth` frames above this call, wherever that is.
+
+        Unlike `find` it looks through regions, up to the step itself, and stops at what it has found.
+        """
+        frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
+        modules: list[nn.Module] = []
+        line = ""
+        while frame is not None and not (line and modules and id(modules[0]) in self._paths):
+            code = frame.f_code
+            if code.co_name == "_call_impl":
+                if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+                    modules.append(owner)
+            elif not line and is_of_user(code):
+                line = f"{PurePath(code.co_filename).name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return self._path(modules), line
 
     def _path(self, modules: list[nn.Module]) -> str:
         """The path of the innermost of these modules, which come innermost first."""
