@@ -14,9 +14,11 @@ from recollect._core.errors import (
     RecollectError,
     TransformError,
 )
+from recollect._core.graph import Profile
 from recollect._core.plans import Choice, Plan
 from recollect._core.scope import is_recomputing, name, region
 from recollect._fit.explain import explain
+from recollect._fit.profile import profile
 from recollect._fit.saved import print_saved
 from recollect._recompute.ambient import register_ambient
 from recollect._recompute.capture import graph_rng
@@ -33,6 +35,7 @@ __all__ = [
     "Decision",
     "MismatchError",
     "Plan",
+    "Profile",
     "RecollectError",
     "Site",
     "TransformError",
@@ -47,6 +50,7 @@ __all__ = [
     "partitioner",
     "policies",
     "print_saved",
+    "profile",
     "region",
     "register_ambient",
     "register_state",

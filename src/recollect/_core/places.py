@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import CodeType, FrameType
+from weakref import ref
 
 import torch
 from torch import nn
+
+from recollect._core.patterns import plain_path
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
@@ -51,14 +54,15 @@ class Places:
         saw_compiled: whether a place was inside a function compiled by torch.compile.
     """
 
-    __slots__ = ("_paths", "_prefix", "saw_compiled")
+    __slots__ = ("_known", "_paths", "_prefix", "saw_compiled")
 
     def __init__(self, prefix: str = "", roots: Iterable[nn.Module] = ()) -> None:
         self._prefix = prefix
         self._paths: dict[int, str] = {}
+        self._known: dict[int, ref[nn.Module]] = {}
         self.saw_compiled = False
         for root in roots:
-            self._learn(root)
+            self.learn(root, prefix)
 
     def find(self, depth: int) -> Place:
         """The place of whoever called `depth` frames above this call; stops at the region's own frames."""
@@ -103,10 +107,20 @@ class Places:
             return ""
         innermost = modules[0]
         if id(innermost) not in self._paths:
-            self._learn(modules[-1])
+            self.learn(modules[-1], self._prefix)
         return self._paths.get(id(innermost), type(innermost).__name__)
 
-    def _learn(self, root: nn.Module) -> None:
+    def learn(self, root: nn.Module, prefix: str) -> None:
+        """Remember a module and its parts by their paths, which begin with a prefix; who is known keeps its path."""
         for name, module in root.named_modules():
-            path = f"{self._prefix}.{name}" if self._prefix and name else name or self._prefix
-            self._paths.setdefault(id(module), path)
+            name = plain_path(name)  # noqa: PLW2901
+            path = f"{prefix}.{name}" if prefix and name else name or prefix
+            if self._paths.setdefault(id(module), path) == path:
+                self._known.setdefault(id(module), ref(module))
+
+    def modules(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that are known and alive, with their paths."""
+        for key, weak in self._known.items():
+            module = weak()
+            if module is not None:
+                yield module, self._paths[key]

@@ -183,6 +183,12 @@ def explain(target: Callable[..., Any]) -> Explanation:
     raise ValueError(message)
 
 
+def regions_of(model: nn.Module) -> list[ExplainedRegion]:
+    """The regions of a model that ran under a policy."""
+    explained = (_explain_notes(notes, paths) for notes, paths in _find_in_module(model))
+    return [region for region in explained if region.calls]
+
+
 # Finding
 
 

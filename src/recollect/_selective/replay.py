@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, cast
 
 from torch import Tensor
@@ -209,6 +211,23 @@ class Replay:
         finally:
             set_grad_enabled(False)
             pop_hooks()
+
+
+_MAKES = frozenset({Replay.take.__code__, Replay._value.__code__, Replay._call.__code__})  # noqa: SLF001
+
+
+def replay_here() -> tuple[str, str] | None:
+    """The region whose replay makes the call that asks, and the line it was learned at; None where none does.
+
+    Read off the stack, so that replays need not say it; for profilers, inside backward.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_code not in _MAKES:
+        frame = cast("FrameType", frame.f_back)
+    if frame is None:
+        return None
+    replay, call = frame.f_locals["self"], frame.f_locals.get("call")
+    return replay._region, "" if call is None else call.place.rpartition(", ")[2]  # noqa: SLF001
 
 
 def _tracked(value: Any, flags: Iterator[bool], made: dict[int, Tensor]) -> Any:

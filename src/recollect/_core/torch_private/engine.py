@@ -59,3 +59,7 @@ def sequence_of(node: Any) -> int:
 def pass_is_partial() -> bool:
     """Whether the running pass was asked for certain inputs only (`torch.autograd.grad`, ``inputs=``)."""
     return not torch.autograd._is_checkpoint_valid()
+
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node that the engine runs on this thread; None outside of one."""

@@ -1,0 +1,428 @@
+"""Watches a step: a dispatch mode that writes down every operator, its memory, its place, and what autograd keeps.
+
+It holds no tensor alive and copies none, so that the step lives as it would alone. What a graph holds for backward is
+read off the graph when its backward begins; a forward whose backward never runs shows nothing saved. The raw calls
+become a Profile in `assemble`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Token
+from types import TracebackType
+from typing import Any, Self
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from recollect._core.calls import Phase
+from recollect._core.operators import Operator, count_flops, operator_of
+from recollect._core.places import Places
+from recollect._core.scope import current_run, watcher
+from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.engine import (
+    current_node,
+    current_pass,
+    next_sequence,
+    sequence_of,
+    when_pass_ends,
+)
+from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
+from recollect._profile.storage_log import StorageLog
+from recollect._profile.storages import storages_of
+from recollect._profile.timing import Timer
+
+_LIFT = "aten.lift_fresh.default"
+_PROGRESS_EVERY = 256
+
+RawValue = tuple[int, tuple[int, ...], torch.dtype, int]
+"""A tensor of a call: the number of its storage, its shape, dtype, and the bytes of its elements."""
+
+
+class RawCall:
+    """One call of an operator, as it was met. Holds no tensor."""
+
+    __slots__ = (
+        "flops",
+        "inputs",
+        "leaf",
+        "module",
+        "operator",
+        "outputs",
+        "phase",
+        "region",
+        "run",
+        "scopes",
+        "sequence",
+        "source",
+        "span",
+        "workspace_bytes",
+        "writes",
+    )
+
+    operator: Operator
+    phase: Phase
+    inputs: list[RawValue]
+    outputs: list[RawValue]
+    writes: list[int]
+    sequence: int
+    leaf: int
+    module: str
+    source: str
+    region: str
+    scopes: tuple[str, ...]
+    flops: int
+    span: Any
+    run: object
+    workspace_bytes: int
+
+
+class RawSaved:
+    """A storage that a node of the graph keeps: the node's number, and that of the storage."""
+
+    __slots__ = ("number", "sequence")
+
+    def __init__(self, sequence: int, number: int) -> None:
+        self.sequence, self.number = sequence, number
+
+
+Unfold = Callable[[Any], Iterable[Tensor]]
+"""The tensors behind what saved-tensor hooks made of one; how regions hold theirs is not known here."""
+
+Workspace = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], int]
+"""Bytes that an operator takes and gives back while it runs, from its arguments and result."""
+
+
+class Capture(DispatchMode):
+    """Writes down a step while entered.
+
+    Args:
+        timer: times the operators.
+        snapshot: is told of what is about to be changed; None where nothing real can be.
+        unfold: see `Unfold`.
+        region_of: the name of the region that runs here; ``""`` for none.
+        replay_of: where a value is made again without running the user's code: the region, and the line it is of.
+        workspace: see `Workspace`.
+        progress: called now and then with the number of calls so far.
+
+    Attributes:
+        calls: in the order in which they ran.
+        saved: what graphs held when their backward began.
+        storages: of everything.
+        gradients: numbers of storages that were the gradient of a leaf.
+        states: numbers of storages that were an optimiser's state.
+        optimizers: that made a step.
+        roots: outermost modules that were called, or given.
+    """
+
+    looks_beneath = True
+
+    def __init__(
+        self,
+        *,
+        timer: Timer,
+        snapshot: Snapshot | None,
+        unfold: Unfold,
+        region_of: Callable[[], str],
+        replay_of: Callable[[], tuple[str, str] | None],
+        workspace: Workspace | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.calls: list[RawCall] = []
+        self.saved: list[RawSaved] = []
+        self.storages = StorageLog()
+        self.gradients: set[int] = set()
+        self.states: set[int] = set()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.places = Places()
+        self.timer, self._snapshot = timer, snapshot
+        self._unfold, self._region_of, self._replay_of = unfold, region_of, replay_of
+        self._workspace, self._progress = workspace, progress
+        self._scopes = _Scopes()
+        self._lock = threading.RLock()
+        self._stepping = 0
+        self._passes: set[int] = set()
+        self._walked: set[int] = set()
+        self._leaves: dict[int, ref[Tensor]] = {}
+        self._handles: list[Any] = []
+        self._token: Token[Any] | None = None
+
+    def include(self, tensor: Tensor) -> list[int]:
+        """Count a tensor that is there before the step; gives the numbers of its storages."""
+        numbers = self.storages.include(tensor)
+        if tensor.is_leaf and tensor.requires_grad:
+            self._meet_leaf(tensor)
+        return numbers
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._token = watcher.set(self._scopes)
+        return super().__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        assert self._token is not None
+        watcher.reset(self._token)
+        for handle in self._handles:
+            handle.remove()
+        self.storages.settle(len(self.calls))
+        self._note_gradients()
+        self.timer.settle()
+        self._leaves.clear()
+
+    # Operators.
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator and write it down."""
+        operator = operator_of(func)
+        if operator.is_ignored:
+            result = func(*args, **kwargs)
+            if operator.name == _LIFT:  # `torch.tensor` makes its tensor without an operator, then passes it here
+                self._note_birth(result)
+            return result
+        running = current_pass() != -1
+        if running:
+            self._note_pass()
+        sequence = next_sequence() - 1
+        written = _written(operator, args, kwargs)
+        if written and self._snapshot is not None:
+            self._keep_aside(written)
+        started = self.timer.start()
+        result = func(*args, **kwargs)
+        span = self.timer.stop(started)
+        with self._lock:
+            call = self._write_down(operator, args, kwargs, result, written)
+            call.span = span
+            self._place(call, sequence, running=running)
+        if self._progress is not None and len(self.calls) % _PROGRESS_EVERY == 0:
+            self._progress(len(self.calls))
+        return result
+
+    def _note_birth(self, result: Any) -> None:
+        with self._lock:
+            at = len(self.calls)
+            self.storages.settle(at)
+            for storage, device in storages_of(result):
+                self.storages.number(storage, device, at)
+
+    def _keep_aside(self, written: list[Tensor]) -> None:
+        assert self._snapshot is not None
+        with self._lock:
+            self.storages.settle(len(self.calls))
+            found = [one for tensor in written for one in storages_of(tensor) if self.storages.was_there(one)]
+        self._snapshot.before_write(found)
+
+    def _write_down(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[Tensor]
+    ) -> RawCall:
+        """The call with its memory. The caller still holds arguments and result, so that no key below is stale."""
+        at = len(self.calls)
+        self.storages.settle(at)
+        call = RawCall()
+        call.operator = operator
+        call.inputs = self._values((args, kwargs) if kwargs else args, is_given=True)
+        call.writes = list(dict.fromkeys(number for tensor in written for number in self._numbers(tensor)))
+        call.outputs = self._values(result, is_given=False)
+        call.flops = count_flops(operator, args, kwargs, result)
+        call.workspace_bytes = 0 if self._workspace is None else self._workspace(operator, args, kwargs, result)
+        self.calls.append(call)
+        return call
+
+    def _place(self, call: RawCall, sequence: int, *, running: bool) -> None:
+        """Where in the step and in the user's code the call stands."""
+        call.run, call.scopes, call.leaf = current_run(), self._scopes.now(), -1
+        call.region = self._region_of()
+        call.module = call.source = ""
+        if call.run is not None:
+            call.phase, call.sequence = Phase.RECOMPUTATION, -1
+        elif running:
+            replayed = self._replay_of()
+            if replayed is not None:
+                call.phase, call.sequence = Phase.RECOMPUTATION, -1
+                call.region, call.source = replayed
+                return
+            call.phase = Phase.BACKWARD
+            node = current_node()
+            leaf = None if node is None else leaf_of(node)
+            if leaf is not None:
+                call.leaf = next(iter(self._numbers(leaf)), -1)
+            call.sequence = -1 if node is None or leaf is not None else sequence_of(node)
+            return
+        else:
+            call.phase = Phase.OPTIMIZER if self._stepping else Phase.FORWARD
+            call.sequence = sequence
+        call.module, call.source = self.places.locate(3)
+
+    def _values(self, values: Any, *, is_given: bool) -> list[RawValue]:
+        found: list[RawValue] = []
+        pending = [values]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, Tensor):
+                found.extend(self._value(part, is_given=is_given))
+            elif isinstance(part, (tuple, list)):
+                pending.extend(reversed(part))
+            elif isinstance(part, dict):
+                pending.extend(part.values())
+        return found
+
+    def _value(self, tensor: Tensor, *, is_given: bool) -> Iterator[RawValue]:
+        parts = storages_of(tensor)
+        shape, dtype = _shape_of(tensor), tensor.dtype
+        for storage, device in parts:
+            nbytes = tensor.numel() * dtype.itemsize if len(parts) == 1 and shape is not None else storage.nbytes()
+            number = self.storages.number(storage, device, len(self.calls), is_given=is_given)
+            yield number, shape or (), dtype, nbytes
+        if is_given and tensor.requires_grad and tensor.is_leaf:
+            self._meet_leaf(tensor)
+
+    def _numbers(self, tensor: Tensor) -> list[int]:
+        at = len(self.calls)
+        return [self.storages.number(storage, device, at, is_given=True) for storage, device in storages_of(tensor)]
+
+    # What autograd keeps.
+
+    def _note_pass(self) -> None:
+        """A backward pass runs: read what the graph behind its node holds, before the pass lets go of it."""
+        node = current_node()
+        if node is None:
+            return
+        if current_pass() not in self._passes:
+            self._passes.add(current_pass())
+            when_pass_ends(self._note_gradients)
+        if leaf_of(node) is not None or sequence_of(node) in self._walked or current_run() is not None:
+            return
+        with self._lock:
+            self.storages.settle(len(self.calls))
+            for found in walk([node]):
+                leaf = leaf_of(found)
+                if leaf is not None:
+                    self._meet_leaf(leaf)
+                    continue
+                number = sequence_of(found)
+                if number in self._walked:
+                    continue
+                self._walked.add(number)
+                for held in read_node(found).held:
+                    self._note_held(number, held)
+
+    def _note_held(self, sequence: int, held: Held) -> None:
+        tensors = [held.value] if isinstance(held.value, Tensor) else self._unfold(held.value)
+        for tensor in tensors:
+            for number in self._numbers(tensor):
+                self.saved.append(RawSaved(sequence, number))
+
+    def _meet_leaf(self, leaf: Tensor) -> None:
+        """A leaf that gradients may come to; it is not held, it may have been made in the step."""
+        known = self._leaves.get(id(leaf))
+        if known is None or known() is not leaf:
+            self._leaves[id(leaf)] = ref(leaf)
+            if self._snapshot is not None:
+                self._snapshot.note_leaf(leaf)
+
+    def _note_gradients(self) -> None:
+        with self._lock:
+            self.storages.settle(len(self.calls))
+            for weak in tuple(self._leaves.values()):
+                leaf = weak()
+                if leaf is not None and leaf.grad is not None:
+                    self.gradients.update(self._numbers(leaf.grad))
+
+    # Optimisers.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._note_gradients()
+        if self._snapshot is not None:
+            self._snapshot.note_optimizer(optimizer)
+        self._stepping += 1
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepping -= 1
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        self.note_states(tensors_of_optimizer(optimizer))
+
+    def note_states(self, tensors: Sequence[Tensor]) -> None:
+        """These tensors are an optimiser's state."""
+        with self._lock:
+            self.storages.settle(len(self.calls))
+            for tensor in tensors:
+                self.states.update(self._numbers(tensor))
+
+    @contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """What is called inside is the optimiser's, whoever calls it."""
+        self._stepping += 1
+        try:
+            yield
+        finally:
+            self._stepping -= 1
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...] | None:
+    try:
+        return tuple(tensor.shape)
+    except RuntimeError:  # a nested tensor of the old kind has none
+        return None
+
+
+def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the operator writes into."""
+    places = operator.writes or operator.statistics
+    if not places:
+        return []
+    found: list[Tensor] = []
+    for position, name in places:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        items = value if isinstance(value, (tuple, list)) else [value]
+        found.extend(item for item in items if isinstance(item, Tensor))
+    return found
+
+
+class _Scopes:
+    """Follows the names that `recollect.region` gives, outside of regions that watch for themselves."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def now(self) -> tuple[str, ...]:
+        """The names around the code that runs, outermost first."""
+        names: tuple[str, ...] = getattr(self._local, "names", ())
+        return names
+
+    def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a named block."""
+        before = self.now()
+        self._local.names = (*before, name)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self._local.names = before
+
+    def see_named(self, name: str, value: Any) -> None:
+        """A value was given a name: nothing here goes by it."""
+
+    def call_module(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A module is called that a region elsewhere watches."""
+        del module
+        return call(*args, **kwargs)
+
+    def call_function(
+        self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A Function is applied that a region elsewhere watches."""
+        del function
+        return call(*args, **kwargs)

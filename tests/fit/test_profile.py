@@ -1,0 +1,540 @@
+"""A profiled step: exact bytes, right places, and everything as it was found."""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import recollect
+from recollect import Profile, policies
+from recollect._core.calls import Category, OpCall, Phase
+from recollect._core.graph import Clock
+from recollect._core.timeline import Timeline
+from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.pytree import tree_leaves
+from recollect._fit.saved import describe_saved
+from recollect._profile.memory import LiveBytes
+from tests.corpus import CASES, Call, Case
+from tests.models import GPT, MODELS
+
+RULES: dict[str, Any] = {
+    "plain": None,
+    "full": "full",
+    "policy": policies.save_matmuls,
+}
+
+
+def loss_of(output: Any) -> Tensor:
+    tensors = output if isinstance(output, tuple) else (output,)
+    total: Tensor = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
+    return total
+
+
+def metered_peak(model: nn.Module, inputs: tuple[Any, ...]) -> int:
+    model.zero_grad()
+    with LiveBytes([model, *(value for value in inputs if isinstance(value, Tensor))]) as meter:
+        output = model(*inputs)
+        loss = loss_of(output)
+        loss.backward()
+    model.zero_grad()
+    return meter.peak_bytes
+
+
+def seen_peak(profile: Profile) -> int:
+    """The peak without what the meter cannot see: numbers as tensors, what a function closes over, regions' copies."""
+    known = [
+        replace(storage, bytes=0) if storage.category is Category.INPUT and not storage.name else storage
+        for storage in profile.storages
+    ]
+    return Timeline(known, profile.calls).peak_bytes
+
+
+def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that must be as it was found."""
+    return {
+        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "parameters": [id(parameter) for parameter in model.parameters()],
+        "buffers": [id(buffer) for buffer in model.buffers()],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()],
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False)["state"],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "training": [module.training for module in model.modules()],
+        "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
+    }
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        assert (one == other).all()
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == other
+
+
+def calls(profile: Profile, phase: Phase) -> list[OpCall]:
+    return [call for call in profile.calls if call.phase is phase]
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_peak_is_the_meters_to_the_byte(kind: str, rules: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS[kind]()
+    if RULES[rules] is not None:
+        if kind in ("tagger", "looped"):
+            recollect.apply(model, {name: RULES[rules] for name in ("lstm", "rnn", "block") if hasattr(model, name)})
+        else:
+            recollect.apply(model, RULES[rules])
+        for _ in range(3):  # learn
+            loss_of(model(*inputs)).backward()
+        model.zero_grad()
+    found = recollect.profile(model, *inputs, loss=loss_of)
+    assert seen_peak(found) == metered_peak(model, inputs)
+    if rules == "plain":
+        assert found.peak_bytes == seen_peak(found)
+    assert sum(found.timeline.bytes_by_category(found.timeline.peak_call).values()) == found.peak_bytes
+    assert bool(calls(found, Phase.RECOMPUTATION)) == (rules != "plain")
+    assert Profile.from_json(found.to_json()) == found
+
+
+def step_of(case: Case, call: Call) -> Callable[..., None]:
+    def step(*_watched: Any) -> None:
+        with case.around():
+            result = call.fn(*call.args, **call.kwargs)
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+    return step
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_function_has_its_exact_peak(case: Case) -> None:
+    torch.manual_seed(0)
+    call = case.build()
+    step, watched = step_of(case, call), list(call.watched())
+    found = recollect.profile(step, *watched)
+    again = case.build()
+    step, watched = step_of(case, again), list(again.watched())
+    with LiveBytes(watched) as meter:
+        step()
+    assert seen_peak(found) == meter.peak_bytes
+    assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_profile_of_any_function_changes_nothing(case: Case) -> None:
+    def gradients(*, profiled: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        call = case.build()
+        step = step_of(case, call)
+        if profiled:
+            recollect.profile(step, *call.watched(), *call.generators())
+            assert all(parameter.grad is None for parameter in call.parameters())
+            if case.name == "inputs that are not leaves":  # whose graph a step uses up
+                return gradients(profiled=False)
+        step()
+        return [parameter.grad for parameter in call.parameters()] + call.buffers()
+
+    for one, other in zip(gradients(profiled=True), gradients(profiled=False), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def test_saved_bytes_are_those_of_the_graph() -> None:
+    model = GPT()
+    ids = torch.arange(16).reshape(2, 8) % 8
+    graph = describe_saved(model(ids).sum())
+    found = recollect.profile(model, ids, loss=torch.sum)
+    kept = {edge.storage for edge in found.saved}
+    categories = {Category.ACTIVATION, Category.LOSS_HEAD}
+    ours = sum(found.storages[at].bytes for at in kept if found.storages[at].category in categories)
+    inputs = sum(found.storages[at].bytes for at in kept if found.storages[at].category is Category.INPUT)
+    assert ours + inputs == graph.held_bytes
+    parameters = {at for at in kept if found.storages[at].category is Category.PARAMETER}
+    assert sum(found.storages[at].bytes for at in parameters) == graph.parameter_bytes
+
+
+def test_what_a_region_holds_is_saved_and_what_it_forgets_is_not() -> None:
+    model = GPT()
+    ids = torch.arange(16).reshape(2, 8) % 8
+    plain = recollect.profile(model, ids, loss=torch.sum)
+    with recollect.apply(model, "full"):
+        graph = describe_saved(model(ids).sum())
+        full = recollect.profile(model, ids, loss=torch.sum)
+
+    def saved_bytes(profile: Profile) -> int:
+        wanted = {Category.ACTIVATION, Category.LOSS_HEAD, Category.INPUT}
+        kept = {edge.storage for edge in profile.saved}
+        return sum(profile.storages[at].bytes for at in kept if profile.storages[at].category in wanted)
+
+    assert saved_bytes(full) < saved_bytes(plain)
+    assert saved_bytes(full) == graph.held_bytes
+
+
+# Places.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 32), nn.LayerNorm(32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).sin()
+        for block in self.blocks:
+            x = x + block(x)
+        return functional.cross_entropy(self.head(x), torch.zeros(x.shape[0], dtype=torch.long))
+
+
+def test_calls_know_their_module_line_and_forward_call() -> None:
+    found = recollect.profile(Net(), torch.randn(4, 8))
+    sin = next(call for call in found.calls if call.op == "aten.sin.default")
+    assert (sin.module, sin.phase, sin.forward) == ("", Phase.FORWARD, None)
+    assert sin.source.startswith("test_profile.py:")
+    gradient = next(call for call in found.calls if call.op == "aten.cos.default")
+    assert gradient.phase is Phase.BACKWARD
+    assert gradient.forward is not None
+    assert (found.calls[gradient.forward], gradient.source) == (sin, sin.source)
+    gelus = [call for call in found.calls if "gelu" in call.op]
+    assert [call.module for call in gelus] == [f"blocks.{n}.1" for n in (0, 1, 2, 2, 1, 0)]
+    assert {call.source for call in gelus} == {gelus[0].source}
+    assert all(call.module for call in found.calls if "mm" in call.op)
+    assert {entry.path: entry.kind for entry in found.modules}["blocks.1.0"] == "Linear"
+    assert (found.name, found.clock, found.is_dry, found.device) == ("Net", Clock.HOST, False, "CPU")
+    assert found.step_s is not None
+    assert found.step_s > 0
+
+
+def test_backward_belongs_to_the_module_that_forward_was_in() -> None:
+    found = recollect.profile(Net(), torch.randn(4, 8))
+    lost = [
+        call for call in calls(found, Phase.BACKWARD) if call.forward is None and call.op != "aten.ones_like.default"
+    ]
+    assert [call.op for call in lost] == []
+
+
+def test_memory_is_told_apart_by_what_it_is_for() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    found = recollect.profile(model, x)
+    by_category: Counter[Category] = Counter()
+    for storage in found.storages:
+        by_category[storage.category] += storage.bytes
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert by_category[Category.PARAMETER] == by_category[Category.GRADIENT] == parameters
+    assert by_category[Category.INPUT] == x.nbytes
+    head = [storage.bytes for storage in found.storages if storage.category is Category.LOSS_HEAD]
+    assert 4 * 100 * 4 in head  # the log-probabilities
+    assert {storage.name for storage in found.storages if storage.category is Category.PARAMETER} == {
+        name for name, _ in model.named_parameters()
+    }
+
+
+def test_what_is_recomputed_is_linked_to_forward() -> None:
+    model = Net()
+    recollect.apply(model, {"blocks.*": recollect.Decision.RECOMPUTE})
+    found = recollect.profile(model, torch.randn(4, 8))
+    again = calls(found, Phase.RECOMPUTATION)
+    assert again
+    assert {call.region for call in again} == {"blocks.0", "blocks.1", "blocks.2"}
+    for call in again:
+        assert call.forward is not None
+        origin = found.calls[call.forward]
+        assert (origin.op, origin.module, origin.phase) == (call.op, call.module, Phase.FORWARD)
+
+
+def test_values_made_again_from_a_plan_are_recomputation_too() -> None:
+    model = GPT()
+    recollect.apply(model, policies.save_matmuls)
+    ids = torch.arange(16).reshape(2, 8) % 8
+    for _ in range(3):
+        model(ids).sum().backward()
+    found = recollect.profile(model, ids, loss=torch.sum)
+    again = calls(found, Phase.RECOMPUTATION)
+    assert again
+    assert all(call.module.startswith("layers.") and call.source for call in again if call.forward is not None)
+    assert not any("mm" in call.op for call in again)
+    assert {rule.rule for rule in found.rules} >= {"save_matmuls", "no rule"}
+    saving = next(rule for rule in found.rules if rule.rule == "save_matmuls")
+    assert (saving.regions, saving.decision) == (4, recollect.Decision.SAVE)
+    assert saving.values > 0
+    assert saving.bytes > 0
+
+
+def test_named_blocks_show() -> None:
+    @recollect.region("attn")
+    def attention(x: Tensor) -> Tensor:
+        return x.sin()
+
+    weight = torch.ones(4, requires_grad=True)
+    found = recollect.profile(lambda: attention(weight).cos().sum().backward())
+    scopes = {call.op: call.scopes for call in calls(found, Phase.FORWARD)}
+    assert (scopes["aten.sin.default"], scopes["aten.cos.default"]) == (("attn",), ())
+
+
+# Steps of all kinds.
+
+
+def test_a_step_with_an_optimiser_shows_its_phase_and_state() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+    step()
+    before = state_of(model, optimizer)
+    found = recollect.profile(step)
+    assert_same(state_of(model, optimizer), before)
+    assert calls(found, Phase.OPTIMIZER)
+    assert found.optimizer == "AdamW"
+    state = sum(storage.bytes for storage in found.storages if storage.category is Category.OPTIMIZER)
+    assert state == sum(tensor.nbytes for one in optimizer.state.values() for tensor in one.values())
+
+
+def test_the_first_step_of_an_optimiser_leaves_it_without_state() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = state_of(model, optimizer)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+
+    found = recollect.profile(step)
+    assert_same(state_of(model, optimizer), before)
+    assert not optimizer.state
+    assert any(storage.category is Category.OPTIMIZER for storage in found.storages)
+
+
+def test_several_micro_batches_are_one_step() -> None:
+    model = Net()
+
+    def step() -> None:
+        for _ in range(3):
+            model(torch.randn(4, 8)).backward()
+
+    found = recollect.profile(step)
+    phases = [call.phase for call in found.calls]
+    changes = sum(one is not other for one, other in pairwise(phases))
+    assert changes == 5
+    accumulated = [call for call in calls(found, Phase.BACKWARD) if call.op == "aten.add_.Tensor"]
+    assert len(accumulated) == 2 * len(list(model.parameters()))
+    assert {call.module for call in accumulated} == {"first", "norm", "head", "blocks.0.0", "blocks.1.0", "blocks.2.0"}
+
+
+def test_a_step_of_two_models_tells_them_apart() -> None:
+    first, second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1))
+    found = recollect.profile(lambda: second(first(torch.ones(2, 4))).sum().backward())
+    assert {call.module for call in calls(found, Phase.FORWARD) if "addmm" in call.op} == {"", "Sequential.0"}
+
+
+def test_losses_are_found_in_what_models_give() -> None:
+    class Output(nn.Module):
+        def __init__(self, shape: str) -> None:
+            super().__init__()
+            self.weight, self.shape = nn.Parameter(torch.ones(3)), shape
+
+        def forward(self) -> Any:
+            y = self.weight.exp()
+            return {"loss": {"loss": y.sum(), "logits": y}, "tensor": y, "pair": (y.sum(), y), "list": [y, y]}[
+                self.shape
+            ]
+
+    for shape in ("loss", "tensor", "pair", "list"):
+        found = recollect.profile(Output(shape))
+        assert calls(found, Phase.BACKWARD), shape
+
+
+def test_a_model_without_a_loss_is_refused_in_words() -> None:
+    model = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    with pytest.raises(ValueError, match="no loss can be made of what Linear gives") as caught:
+        recollect.profile(model, torch.ones(1, 2))
+    assert "`loss=`" in str(caught.value)
+    with pytest.raises(ValueError, match="loss= gave float, which has no graph behind it"):
+        recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
+
+
+def test_data_dependent_control_flow_is_followed() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y.exp() if y.sum().item() > 0 else y.sin()
+
+    found = recollect.profile(Branching(), torch.randn(2, 4))
+    assert len([call for call in found.calls if call.op in ("aten.exp.default", "aten.sin.default")]) == 1
+
+
+def test_autocast_dropout_and_in_place_are_seen() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.dropout(self.layer(x))
+            total: Tensor = y.float().relu_().sum()
+            return total
+
+    found = recollect.profile(Mixed(), torch.randn(4, 8))
+    assert any(value.dtype == "bfloat16" for call in found.calls for value in call.outputs)
+    assert any(call.is_random for call in found.calls)
+    relu = next(call for call in found.calls if call.op == "aten.relu_.default")
+    assert relu.writes == (relu.inputs[0].storage,) == (relu.outputs[0].storage,)
+
+
+# As it was found.
+
+
+class Stateful(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x.mul_(1.5)
+        noise = random.random() + np.random.rand()
+        total: Tensor = (self.layers(x) * noise).sum()
+        return total
+
+
+class FailureError(Exception):
+    pass
+
+
+class FailAt(DispatchMode):
+    """Raises at one operator."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise FailureError
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_everything_is_as_it_was_found(has_gradients: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Stateful(), torch.randn(8, 4)
+    if has_gradients:
+        model(x.clone()).backward()
+    before, given = state_of(model), x.clone()
+    recollect.profile(model, x)
+    assert_same(state_of(model), before)
+    assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("at", range(0, 100, 3))
+def test_everything_is_as_it_was_found_after_a_failure_at_any_operator(at: int) -> None:
+    torch.manual_seed(0)
+    model, x = Stateful(), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(x.clone()).backward()
+    optimizer.step()
+
+    def step() -> None:
+        with FailAt(at):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        raise FailureError
+
+    before, given = state_of(model, optimizer), x.clone()
+    with pytest.raises(FailureError):
+        recollect.profile(step)
+    assert_same(state_of(model, optimizer), before)
+    assert torch.equal(x, given)
+    assert recollect._core.scope.watcher.get() is None  # type: ignore[attr-defined]
+
+
+def test_a_profiled_step_holds_no_activation_alive() -> None:
+    import gc
+    import weakref
+
+    model = Net()
+    seen: list[Any] = []
+    model.head.register_forward_hook(lambda _m, _a, output: seen.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()
+    try:
+        recollect.profile(model, torch.randn(4, 8))
+        assert seen
+        assert all(weak() is None for weak in seen)
+    finally:
+        gc.enable()
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int | None]] = []
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    recollect.profile(model, torch.ones(1, 2), progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == [256 * (n + 1) for n in range(len(told))]
+    assert told
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5"])
+def test_models_of_transformers_are_profiled(kind: str) -> None:
+    from tests.apply.test_trainers import TOKENS, transformers_models
+
+    torch.manual_seed(0)
+    model = transformers_models()[kind]().train()
+    before = state_of(model)
+    found = recollect.profile(model, kwargs={"input_ids": TOKENS, "labels": TOKENS})
+    assert_same(state_of(model), before)
+    assert found.peak_bytes > sum(parameter.nbytes for parameter in model.parameters())
+    assert any(storage.category is Category.LOSS_HEAD for storage in found.storages)
+    lines = {call.source.split(":")[0] for call in found.calls if call.module}
+    assert any(line.startswith("modeling_") for line in lines)
+
+
+@pytest.mark.gpu
+def test_times_are_measured_by_the_device() -> None:
+    model = GPT().cuda()
+    ids = torch.arange(16, device="cuda").reshape(2, 8) % 8
+    before = torch.cuda.get_rng_state()
+    found = recollect.profile(model, ids, loss=torch.sum)
+    assert found.clock is Clock.DEVICE
+    assert found.step_s is not None
+    assert found.step_s > 0
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert found.rounding_bytes == 512
+    assert found.allocators[0].peak_bytes > 0
