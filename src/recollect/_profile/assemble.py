@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -49,8 +50,8 @@ class Assembled:
     saved: tuple[Saved, ...]
 
 
-def assemble(capture: Capture, known: Known, *, seconds: Callable[[RawCall], float | None]) -> Assembled:
-    """The calls, storages and saved edges of a captured step."""
+def assemble(capture: Capture, known: Known, seconds: Sequence[float | None]) -> Assembled:
+    """The calls, storages and saved edges of a captured step; `seconds` are of its first calls, others have none."""
     raws = capture.calls
     for raw in raws:
         if raw.phase is Phase.RECOMPUTATION and not raw.module and raw.run is not None and raw.region in known.paths:
@@ -181,18 +182,24 @@ def _categorise(capture: Capture, known: Known, saved: Sequence[Saved], in_head:
 
 
 def _make_calls(
-    capture: Capture, known: Known, forwards: Sequence[int | None], seconds: Callable[[RawCall], float | None]
+    capture: Capture, known: Known, forwards: Sequence[int | None], seconds: Sequence[float | None]
 ) -> tuple[OpCall, ...]:
     counts: Counter[tuple[Phase, str, str]] = Counter()
     entries = capture.storages.entries
-    owners = {number: name.rpartition(".")[0] for number, name in known.names.items()}
+    owners = {
+        number: name.rpartition(".")[0]
+        for number, name in known.names.items()
+        if known.categories[number] is Category.PARAMETER
+    }
     calls: list[OpCall] = []
-    for raw, forward in zip(capture.calls, forwards, strict=True):
+    for raw, forward, duration in zip_longest(capture.calls, forwards, seconds):
         operator, origin = raw.operator, raw if forward is None else capture.calls[forward]
         region = origin.region if raw.phase is not Phase.OPTIMIZER else ""
         nth = counts[raw.phase, region, operator.name]
         counts[raw.phase, region, operator.name] += 1
         module = origin.module or raw.module or owners.get(raw.leaf, "")
+        if raw.phase is Phase.OPTIMIZER:
+            module = next((owners[value[0]] for value in raw.inputs if value[0] in owners), "")
         old = [number for number in raw.writes if entries[number].is_given]
         calls.append(
             OpCall(
@@ -207,7 +214,7 @@ def _make_calls(
                 call=nth,
                 source=origin.source or raw.source,
                 flops=raw.flops,
-                seconds=seconds(raw),
+                seconds=duration,
                 workspace_bytes=raw.workspace_bytes,
                 is_random=operator.is_random,
                 is_routing=operator.is_routing,

@@ -30,7 +30,8 @@ def storages_of(tensor: Tensor) -> list[Found]:
     """The storages one tensor is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [found for name in names for found in storages_of(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]  # among them a device mesh, of distributed ones
+        return [found for part in parts if isinstance(part, Tensor) for found in storages_of(part)]
     if tensor.device.type == "meta":
         return []
     try:

@@ -29,6 +29,7 @@ from recollect._core.errors import ChangedInputError, CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_settings, mark_last
 from recollect._core.torch_private.ambient import function_mode_depth, quietly, without_function_modes
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import (
     ENGINE_CODE,
     current_pass,
@@ -511,6 +512,7 @@ class Expiry:
             frame.expire()
 
 
+@untraced
 def unpack(slot: Slot) -> Tensor:
     """Saved-tensor hook of backward: give the slot's tensor, recomputing its region if need be."""
     value = slot.value

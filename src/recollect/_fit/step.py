@@ -1,0 +1,281 @@
+"""Profiles one step as it runs: what stands around the capture, before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from recollect._apply.blocks import find_blocks
+from recollect._core.calls import Category
+from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile
+from recollect._core.patterns import plain_path
+from recollect._core.torch_private.engine import top_hooks
+from recollect._core.torch_private.pytree import tree_leaves
+from recollect._fit.rules import describe_rules
+from recollect._profile.assemble import Known, assemble, include_all
+from recollect._profile.capture import Capture
+from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
+from recollect._profile.storages import storages_of
+from recollect._profile.timing import NoTimer, timer_for
+from recollect._recompute.frame import Frame
+from recollect._recompute.rng import (
+    Source,
+    accelerator,
+    accelerator_started,
+    put_back,
+    source_of,
+    source_of_cpu,
+    source_of_device,
+    sources_by_request,
+)
+from recollect._recompute.slots import Slot, frame_of
+from recollect._selective.replay import replay_here
+
+if TYPE_CHECKING:
+    from recollect._profile.dry import DryStep
+    from recollect._profile.optimizer import Kind
+
+
+class StepProfiler:
+    """Profiles what runs between `__enter__` and `__exit__`, which may be in different frames of one thread.
+
+    Args:
+        modules: whose parameters and buffers are counted, named, and put back.
+        optimizers: whose state is.
+        inputs: tensors that the step is given, and random generators; in any containers.
+        name: what reports call it.
+        optimizer: what to count the state of, and to let step on fake tensors, if no optimiser steps in between.
+        dry: what the step runs on, if its tensors are fake.
+        restores: whether everything is put back as it was found.
+        progress: called now and then with the number of calls so far and, where it is known, of all.
+
+    Attributes:
+        profile: what was seen, once it is left without an exception.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        inputs: Any = (),
+        name: str = "",
+        optimizer: Kind | None = None,
+        dry: DryStep | None = None,
+        restores: bool = True,
+        progress: Callable[[int, int | None], None] | None = None,
+    ) -> None:
+        self._modules = [cast("nn.Module", module.module) if _is_replica(module) else module for module in modules]
+        self._optimizers, self._optimizer, self._dry, self._name = optimizers, optimizer, dry, name
+        self._device = device_of(self._modules, inputs)
+        self._inputs = inputs
+        self._restores = restores and dry is None
+        self._snapshot = Snapshot()
+        self._frames: set[int] = set()
+        self._capture = Capture(
+            timer=timer_for(self._device) if dry is None else NoTimer(),
+            snapshot=self._snapshot if self._restores else None,
+            unfold=self._unfold,
+            region_of=region_here,
+            replay_of=replay_here,
+            workspace=None if dry is None else dry.workspace_bytes,
+            progress=None if progress is None else lambda done: progress(done, None),
+        )
+        self._known = Known(device=self._device)
+        generators = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Generator)]
+        self._sources = [*_generators(), *map(source_of, generators)]
+        self._states: list[tuple[Source, Any]] = []
+        self._notes: list[str] = []
+        self._stepped = ""
+        self.profile: Profile
+
+    def __enter__(self) -> Self:
+        self._states = [(source, source.read()) for source in self._sources]
+        if self._restores:
+            for module in self._modules:
+                self._snapshot.note_module(module)
+            for optimizer in self._optimizers:
+                self._snapshot.note_optimizer(optimizer)
+        try:
+            self._include()
+            if self._dry is None and self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self._capture.__enter__()
+        except BaseException:
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._capture.__exit__(kind, error, trace)
+            if error is None:
+                allocators = self._read_allocator()
+                seconds = self._capture.timer.seconds
+                spans = [seconds(raw.span) for raw in self._capture.calls]
+                self._step_on_fakes()
+                self.profile = self._conclude(spans, allocators)
+        finally:
+            self._put_back()
+
+    def clear_gradients(self) -> None:
+        """Begin without gradients, as after ``zero_grad``; the old ones come back in the end."""
+        self._snapshot.clear_gradients()
+
+    def _put_back(self) -> None:
+        if self._restores:
+            self._snapshot.restore()
+        put_back(self._states)
+
+    def _include(self) -> None:
+        capture, known = self._capture, self._known
+        for number, module in enumerate(self._modules):
+            prefix = f"{type(module).__name__}." if number else ""
+            capture.places.learn(module, prefix.rstrip("."))
+            parameters = [(prefix + plain_path(path), tensor) for path, tensor in module.named_parameters()]
+            buffers = [(prefix + plain_path(path), tensor) for path, tensor in module.named_buffers()]
+            include_all(capture, known, parameters, Category.PARAMETER)
+            include_all(capture, known, buffers, Category.BUFFER)
+        for optimizer in self._optimizers:
+            states = [("", tensor) for tensor in tensors_of_optimizer(optimizer)]
+            include_all(capture, known, states, Category.OPTIMIZER)
+        leaves = [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
+        include_all(capture, known, ((f"input {at}", leaf) for at, leaf in enumerate(leaves)), Category.INPUT)
+
+    def _step_on_fakes(self) -> None:
+        """Let the given optimiser step, if none did: its state counts from before the step, its calls come last."""
+        capture, optimizer = self._capture, self._optimizer
+        if capture.optimizers:
+            return
+        if optimizer is None:
+            self._notes.append("no optimizer was given: its state is taken as 0, and its step is left out")
+            return
+        from recollect._profile.optimizer import shadow_of  # not at import: fake tensors bring much of torch along
+
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        on_cuda = self._device.type == "cuda" if self._dry is None else self._dry.device.is_cuda
+        capture.timer = NoTimer()
+        with shadow_of(optimizer, parameters, on_cuda=on_cuda) as shadow:
+            for fake, real in shadow.pairs():
+                for (stand_in, _), number in zip(storages_of(fake), capture.include(real), strict=False):
+                    capture.storages.alias(stand_in, number)
+            for state in shadow.states:
+                self._known.add(capture.include(state), Category.OPTIMIZER, "")
+            with capture.optimizing():
+                shadow.step(watch=capture)
+            self._notes += shadow.notes
+            self._stepped = shadow.name
+            if self._dry is None and not shadow.notes:
+                self._notes.append(f"the step of {shadow.name} was not run: its memory is estimated, its time left out")
+
+    def _read_allocator(self) -> tuple[AllocatorEntry, ...]:
+        if self._device.type != "cuda" or self._dry is not None:
+            return ()
+        entry = AllocatorEntry(
+            device=torch.cuda.get_device_name(self._device),
+            peak_bytes=torch.cuda.max_memory_allocated(self._device),
+            reserved_bytes=torch.cuda.max_memory_reserved(self._device),
+            total_bytes=torch.cuda.get_device_properties(self._device).total_memory,
+        )
+        return (entry,)
+
+    def _conclude(self, seconds: list[float | None], allocators: tuple[AllocatorEntry, ...]) -> Profile:
+        capture, known, dry = self._capture, self._known, self._dry
+        entries = list(self._list_modules())
+        known.paths = frozenset(entry.path for entry in entries)
+        known.blocks = frozenset(self._find_block_paths())
+        parts = assemble(capture, known, seconds)
+        calls, clock = parts.calls, Clock.DEVICE if self._device.type == "cuda" else Clock.HOST
+        if dry is not None:
+            from recollect._profile.roofline import estimate_s
+
+            clock = Clock.ROOFLINE
+            calls = tuple(replace(call, seconds=estimate_s(call, dry.device, parts.storages)) for call in calls)
+        names = [self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
+        return Profile(
+            storages=parts.storages,
+            calls=calls,
+            saved=parts.saved,
+            device=_describe_device(self._device) if dry is None else dry.device.name,
+            name=self._name,
+            clock=clock,
+            is_dry=dry is not None,
+            rounding_bytes=(512 if self._device.type == "cuda" else 1) if dry is None else dry.rounding_bytes,
+            fixed_bytes=0 if dry is None else dry.fixed_bytes,
+            optimizer=", ".join(filter(None, dict.fromkeys(names))),
+            torch=str(torch.__version__),
+            modules=tuple(entries),
+            rules=describe_rules(self._modules),
+            allocators=allocators,
+            notes=(*self._notes, *(() if dry is None else dry.notes)),
+        )
+
+    def _list_modules(self) -> Iterator[ModuleEntry]:
+        seen: set[str] = set()
+        for module, path in self._capture.places.modules():
+            if path not in seen:
+                seen.add(path)
+                yield ModuleEntry(path=path, kind=type(module).__name__)
+
+    def _find_block_paths(self) -> Iterator[str]:
+        paths = {id(module): path for module, path in self._capture.places.modules()}
+        for root in self._modules:
+            for block in find_blocks(root):
+                if id(block) in paths:
+                    yield paths[id(block)]
+
+    def _unfold(self, value: Any) -> Iterator[Tensor]:
+        """The tensors behind what hooks made of a saved one; of a region what it holds, when it is first met."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif isinstance(leaf, Slot):
+                yield from self._unfold_slot(leaf)
+
+    def _unfold_slot(self, slot: Slot) -> Iterator[Tensor]:
+        held = slot.value if slot.value is not None else slot.kept
+        if isinstance(held, Tensor):
+            yield held
+        if id(slot.frame) not in self._frames:
+            self._frames.add(id(slot.frame))
+            for _, value in slot.frame.held_tensors():
+                yield from self._unfold(value)
+
+
+def region_here() -> str:
+    """The name of the region that runs here, in forward or in recomputation; ``""`` outside of any."""
+    hooks = top_hooks(True)  # noqa: FBT003
+    frame: Frame | None = None if hooks is None else frame_of(hooks[0])
+    return "" if frame is None else frame.name
+
+
+def _is_replica(module: nn.Module) -> bool:
+    return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
+
+
+def device_of(modules: Sequence[nn.Module], inputs: Any) -> torch.device:
+    """The device that a step runs on: that of its parameters and inputs; the CPU only if all are there."""
+    tensors = [next(module.parameters(), None) for module in modules] + tree_leaves(inputs)
+    devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def _generators() -> list[Source]:
+    """All random generators that a step may draw from without being given one."""
+    sources = [source_of_cpu(), *sources_by_request(frozenset({"python", "numpy"}))]
+    found = accelerator()
+    if found is not None and accelerator_started():
+        devices = [torch.device(found[0], index) for index in range(torch.accelerator.device_count())]
+        sources += [source for device in devices if (source := source_of_device(device)) is not None]
+    return sources
