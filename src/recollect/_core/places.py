@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ class Place:
         return f"{f' in {self.module}' if self.module else ''}{f', {self.line}' if self.line else ''}"
 
 
+@functools.cache
+def _file_of(code: CodeType) -> str:
+    return PurePath(code.co_filename).name
+
+
+@functools.cache
 def is_of_user(code: CodeType) -> bool:
     """Whether code is neither torch's nor ours nor Python's own."""
     file = code.co_filename
@@ -97,7 +104,7 @@ class Places:
                 if isinstance(owner := frame.f_locals.get("self"), nn.Module):
                     modules.append(owner)
             elif not line and is_of_user(code):
-                line = f"{PurePath(code.co_filename).name}:{frame.f_lineno}"
+                line = f"{_file_of(code)}:{frame.f_lineno}"
             frame = frame.f_back
         return self._path(modules), line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -185,7 +186,7 @@ def _make_calls(
     capture: Capture, known: Known, forwards: Sequence[int | None], seconds: Sequence[float | None]
 ) -> tuple[OpCall, ...]:
     counts: Counter[tuple[Phase, str, str]] = Counter()
-    entries = capture.storages.entries
+    entries, values = capture.storages.entries, _Values(capture)
     owners = {
         number: name.rpartition(".")[0]
         for number, name in known.names.items()
@@ -205,8 +206,8 @@ def _make_calls(
             OpCall(
                 op=operator.name,
                 phase=raw.phase,
-                inputs=tuple(map(_make_value, raw.inputs)),
-                outputs=tuple(map(_make_value, raw.outputs)),
+                inputs=values.make(raw.inputs),
+                outputs=values.make(raw.outputs),
                 writes=tuple(raw.writes),
                 region=region,
                 module=module,
@@ -226,9 +227,30 @@ def _make_calls(
     return tuple(calls)
 
 
-def _make_value(raw: RawValue) -> Value:
-    number, shape, dtype, nbytes = raw
-    return Value(storage=number, shape=shape, dtype=str(dtype).removeprefix("torch."), bytes=nbytes)
+class _Values:
+    """Makes values of raw ones; a step has few shapes."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._entries = capture.storages.entries
+        self._known: dict[tuple[torch.Size, torch.dtype], tuple[tuple[int, ...], str, int]] = {}
+
+    def make(self, raws: Iterable[RawValue]) -> tuple[Value, ...]:
+        return tuple(map(self._make, raws))
+
+    def _make(self, raw: RawValue) -> Value:
+        number, size, dtype = raw
+        if size is None:
+            return Value(storage=number, dtype=_name(dtype), bytes=self._entries[number].nbytes)
+        known = self._known.get((size, dtype))
+        if known is None:
+            shape = tuple(map(int, size))
+            known = self._known[size, dtype] = (shape, _name(dtype), math.prod(shape) * dtype.itemsize)
+        shape, name, nbytes = known
+        return Value(storage=number, shape=shape, dtype=name, bytes=nbytes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def include_all(capture: Capture, known: Known, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:

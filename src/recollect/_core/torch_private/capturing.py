@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from recollect._core.errors import CompileError
 
@@ -28,12 +29,12 @@ except ImportError as error:
     )
     raise CompileError(message) from error
 
-Constants = Callable[[dict[str, Any]], dict[str, Any]]
-"""From the keyword arguments of a call, as Dynamo sees them, to the constants that its node carries."""
+Constants = Callable[[list[Any], dict[str, Any]], dict[str, Any]]
+"""From the function and its arguments, and the options of a call, as Dynamo sees them, to its node's constants."""
 
 
 def capture_calls(op: HigherOrderOperator, constants: Constants) -> None:
-    """Let Dynamo capture each ``op(fn, args, kwargs, **options)`` as ``op(body, *operands, **constants(options))``.
+    """Let Dynamo capture each ``op(fn, args, kwargs, **options)`` as ``op(body, *operands, **constants(...))``.
 
     Side effects of the function happen once, when the graph has run.
     """
@@ -47,14 +48,12 @@ def capture_calls(op: HigherOrderOperator, constants: Constants) -> None:
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             fn, arguments, keywords = (arg.realize() for arg in args)
-            options = constants({name: option.realize() for name, option in kwargs.items()})
-            captured = self.create_wrapped_node(
-                tx,
-                fn,
-                list(arguments.unpack_var_sequence(tx)),
-                {key.vt.as_python_constant(): value for key, value in keywords.items.items()},
-                self._HOP_NAME,
+            given = list(arguments.unpack_var_sequence(tx))
+            named = {key.vt.as_python_constant(): value for key, value in keywords.items.items()}
+            options = constants(
+                [fn, *given, *named.values()], {name: option.realize() for name, option in kwargs.items()}
             )
+            captured = self.create_wrapped_node(tx, fn, given, named, self._HOP_NAME)
             operands, _, example, result = captured[:4]
             return higher_order_ops._call_function_with_auto_output_flattening(
                 tx, self.value, operands, options, example, result, captured[6]
@@ -83,6 +82,23 @@ def value_of(variable: Any) -> Any:
 def guarded_by_nothing(variable: Any) -> Any:
     """The Python object behind what Dynamo sees; the compiled code may then serve others of its class, too."""
     return variable.as_python_constant() if variable.is_python_constant() else variable.value
+
+
+def modules_called(called: list[Any]) -> list[nn.Module]:
+    """The module that is called, and those among its arguments; none if a function is, which may use any."""
+    first, *others = map(_module_behind, called)
+    return [first, *(one for one in others if one is not None)] if first is not None else []
+
+
+def _module_behind(variable: Any) -> nn.Module | None:
+    """A module, or the one whose method it is."""
+    variable = variable.realize()
+    if hasattr(variable, "func") and getattr(variable, "args", None):  # a partial: of the method and the module
+        variable = variable.args[0].realize()
+    variable = getattr(variable, "obj", variable)  # a bound method, in torch 2.11
+    value = getattr(variable, "value", None)
+    value = getattr(value, "__self__", value)  # and in 2.13
+    return value if isinstance(value, nn.Module) else None
 
 
 def break_graph(reason: str) -> NoReturn:

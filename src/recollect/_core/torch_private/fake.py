@@ -98,7 +98,7 @@ def kernels(table: Mapping[tuple[str, str], Kernel]) -> Generator[None]:
 
     They are there for the whole process until the context is left, so that a kernel has to look whether it is meant.
     """
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are replaced is meant

@@ -11,6 +11,7 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,15 +70,18 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
+@functools.cache
+def _raw_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_RAW))
+
+
 def read_node(node: Any) -> NodeContents:
     """What a node holds, as it lies there. Runs no hook; the values keep the tensors alive."""
     kind = type(node)
     held: list[Held] = []
     is_freed = False
     is_opaque = kind.__name__ in _OPAQUE
-    for name in dir(kind):
-        if not name.startswith(_RAW):
-            continue
+    for name in _raw_names(kind):
         try:
             found = _read_saved(node, name)
         except RuntimeError as error:

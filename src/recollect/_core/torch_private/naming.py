@@ -46,7 +46,7 @@ class _Named(HigherOrderOperator):
 
 
 _named = _Named()
-capture_calls(_named, lambda options: {key: option.as_python_constant() for key, option in options.items()})
+capture_calls(_named, lambda _, options: {key: option.as_python_constant() for key, option in options.items()})
 
 
 def call_named_in_graph(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

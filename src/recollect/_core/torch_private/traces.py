@@ -1,7 +1,7 @@
-"""What a traceback says about the backward pass that raised: which graph it ran, and at which node.
+"""What the frames of a traceback are: calls of modules, and the backward pass that raised, its graph and node.
 
 Private names: the locals of ``torch.autograd.graph._engine_run_backward``, ``BackwardCFunction.apply`` as the frame
-under which the backward of a custom Function runs.
+under which the backward of a custom Function runs, ``nn.Module._call_impl``.
 Would be replaced by: an error of autograd's engine that names the node.
 Run on: torch 2.11, 2.13.
 """
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from recollect._core.torch_private.engine import ENGINE_CODE
 
+_CALLS = nn.Module._call_impl.__code__
 _FUNCTION_CODE = BackwardCFunction.apply.__code__
 
 
@@ -37,10 +38,15 @@ def pass_of(frame: FrameType) -> FailedPass | None:
     found = frame.f_locals
     outputs = found.get("t_outputs") or ()
     nodes = tuple(t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None)
-    options = found.get("args") or ()
+    options: tuple[Any, ...] = found.get("args") or ()
     return FailedPass(roots=nodes, keeps_graph=len(options) < 2 or bool(options[1]))  # noqa: PLR2004
 
 
 def function_of(frame: FrameType) -> Any:
     """The node of a custom Function whose backward a frame runs; None for any other frame."""
     return frame.f_locals.get("self") if frame.f_code is _FUNCTION_CODE else None
+
+
+def is_module_call(frame: FrameType) -> bool:
+    """Whether a frame is that of a call of a module, in which its hooks and its forward run."""
+    return frame.f_code is _CALLS
