@@ -8,6 +8,7 @@ import pytest
 import recollect
 import recollect.compat
 import recollect.compat.composable
+import recollect.compat.higher_order
 
 RECOLLECT = [
     "Applied",
@@ -19,6 +20,7 @@ RECOLLECT = [
     "Decision",
     "MismatchError",
     "Plan",
+    "Profile",
     "RecollectError",
     "Site",
     "TransformError",
@@ -33,10 +35,12 @@ RECOLLECT = [
     "partitioner",
     "policies",
     "print_saved",
+    "profile",
     "region",
     "register_ambient",
     "register_state",
     "remove",
+    "report",
 ]
 
 COMPAT = [
@@ -68,16 +72,32 @@ COMPAT = [
 
 COMPOSABLE = ["checkpoint", "contract", "get_registry"]
 
+HIGHER_ORDER = [
+    "TagActivationCheckpoint",
+    "Wrap",
+    "WrapActivationCheckpoint",
+    "WrapWithSetGradEnabled",
+    "tag_activation_checkpoint",
+    "wrap",
+    "wrap_activation_checkpoint",
+    "wrap_with_set_grad_enabled",
+]
+
 PUBLIC = [
     pytest.param(module, name, id=f"{module.__name__}.{name}")
-    for module in (recollect, recollect.compat, recollect.compat.composable)
+    for module in (recollect, recollect.compat, recollect.compat.composable, recollect.compat.higher_order)
     for name in module.__all__
 ]
 
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [(recollect, RECOLLECT), (recollect.compat, COMPAT), (recollect.compat.composable, COMPOSABLE)],
+    [
+        (recollect, RECOLLECT),
+        (recollect.compat, COMPAT),
+        (recollect.compat.composable, COMPOSABLE),
+        (recollect.compat.higher_order, HIGHER_ORDER),
+    ],
 )
 def test_all_lists_the_public_names_in_order(module: ModuleType, names: list[str]) -> None:
     assert names == sorted(names, key=lambda name: (not name.isupper(), name))  # constants first, as ruff has it

@@ -72,3 +72,8 @@ def test_bytes_by_category_add_up_to_the_bytes_at_the_call() -> None:
 def test_a_profile_without_calls_peaks_at_what_it_holds() -> None:
     profile = Profile(storages=(Storage(bytes=5, lifetime=Lifetime.STEP),), calls=())
     assert (profile.peak_bytes, profile.timeline.peak_call, profile.step_s) == (5, -1, None)
+
+
+def test_what_a_backward_that_never_comes_is_given_is_never_there() -> None:
+    storages = [Storage(bytes=1, lifetime=Lifetime.GIVEN), Storage(bytes=10)]
+    assert Timeline(storages, [call("a", [], [1])]).bytes_at == [10]

@@ -38,7 +38,7 @@ class Timeline:
             0 if storage.device else -(-storage.bytes // rounding_bytes) * rounding_bytes for storage in storages
         ]
         self.spans: list[Span] = _find_spans(storages, calls)
-        changes = [0] * (len(calls) + 2)
+        changes = [0] * (len(calls) + 3)  # what backward is given may come and go after the last call
         for size, (start, end) in zip(self.sizes, self.spans, strict=True):
             changes[start + 1] += size
             if end is not None:

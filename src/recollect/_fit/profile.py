@@ -73,7 +73,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     ...     large = torch.nn.Sequential(torch.nn.Linear(8, 2**20), torch.nn.GELU(), torch.nn.Linear(2**20, 1))
     >>> estimate = recollect.profile(large, torch.ones(2**14, 8), dry=True, device="H100")
     >>> round(estimate.peak_bytes / 2**30)
-    128
+    192
     """
     given = dict(kwargs or {})
     values = [*inputs, *given.values()]

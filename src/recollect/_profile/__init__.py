@@ -1,1 +1,1 @@
-"""What a step really does: the bytes it holds alive, and later its times and its graph."""
+"""What a step does, on the device or on fake tensors: the bytes it holds, its operators, their places and times."""
