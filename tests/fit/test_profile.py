@@ -380,6 +380,82 @@ def test_a_model_without_a_loss_is_refused_in_words() -> None:
         recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: recollect.profile(3),  # type: ignore[arg-type]
+            TypeError,
+            "recollect.profile expects a model or a function that runs a step, not 3",
+        ),
+        (
+            lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), optimizer="adam"),  # type: ignore[arg-type]
+            TypeError,
+            "optimizer='adam': expected one of torch.optim, an instance or a class",
+        ),
+        (
+            lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), device="cuda"),
+            ValueError,
+            "device='cuda', dtype=None are for dry profiles: a real step runs where and as the model is",
+        ),
+        (
+            lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1)),
+            ValueError,
+            "Linear is on meta, where tensors have no values: only a dry profile can be had: dry=True",
+        ),
+        (
+            lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1), dry=True),
+            ValueError,
+            "Linear is on meta, where tensors have no values: say which device to estimate for: device='H100'",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_optimisers_inside_backward_are_told_apart_from_it() -> None:
+    model = Net()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda leaf: optimizers[leaf].step())
+    before = state_of(model)
+    found = recollect.profile(lambda: model(torch.ones(4, 8)).backward())
+    assert_same(state_of(model), before)
+    assert calls(found, Phase.OPTIMIZER)
+
+
+def test_a_dry_profile_of_a_model_is_its_real_one() -> None:
+    model = GPT()
+    ids = torch.arange(16).reshape(2, 8) % 8
+    before = state_of(model)
+    for rules in (None, "full"):
+        if rules is not None:
+            recollect.apply(model, rules)
+        real = recollect.profile(model, ids, loss=torch.sum, optimizer=torch.optim.Adam)
+        dry = recollect.profile(model, ids, loss=torch.sum, optimizer=torch.optim.Adam, dry=True)
+        assert_same(state_of(model), before)
+        assert [call.op for call in dry.calls] == [call.op for call in real.calls]
+        assert dry.timeline.bytes_at == real.timeline.bytes_at
+        assert {edge.storage for edge in dry.saved} == {edge.storage for edge in real.saved}
+        assert (dry.is_dry, dry.clock, real.clock) == (True, Clock.ROOFLINE, Clock.HOST)
+        assert dry.step_s is not None
+        assert "estimated for CPU on fake tensors: nothing was run" in dry.notes
+
+
+def test_what_keeps_a_profile_from_being_a_usual_one_is_noted() -> None:
+    model = GPT()
+    ids = torch.arange(16).reshape(2, 8) % 8
+    recollect.apply(model, policies.save_matmuls)
+    first, second = (recollect.profile(model, ids, loss=torch.sum) for _ in range(2))
+    dry = recollect.profile(model, ids, loss=torch.sum, dry=True)
+    assert "regions ran for the first time under their policies and learned: later steps take less" in first.notes
+    assert second.notes == ("no optimizer was given: its state is taken as 0, and its step is left out",)
+    assert any("regions under policies hold more on fake tensors" in note for note in dry.notes)
+
+
 def test_data_dependent_control_flow_is_followed() -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:

@@ -52,7 +52,7 @@ def _search(
         if module in seen or module in found:
             continue
         seen.add(module)
-        children = [child for child in vars(module)["_modules"].values() if child is not None]
+        children = [child for child in vars(module).get("_modules", {}).values() if child is not None]
         if isinstance(module, parents):
             blocks = choose(children)
             if blocks and not _are_stages(blocks, frozenset(seen)):

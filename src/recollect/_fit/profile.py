@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,9 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         The step as data; `recollect.report` shows it.
 
     Raises:
-        ValueError: no loss can be made of the model's output; an option means nothing here; or a dry step asks for
-            values.
+        ValueError: no loss can be made of the model's output; an option means nothing here; a real step is asked of a
+            model on ``meta``; or a dry one asks for values.
+        TypeError: the first argument, or `optimizer`, is something else.
 
     >>> import torch, recollect
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -77,6 +79,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     """
     given = dict(kwargs or {})
     values = [*inputs, *given.values()]
+    _check(step_or_model, optimizer)
     if not dry and (device is not None or dtype is not None):
         message = f"device={device!r}, dtype={dtype!r} are for dry profiles: a real step runs where and as the model is"
         raise ValueError(message)
@@ -90,6 +93,11 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     make = functools.partial(
         StepProfiler, modules, name=name or name_of(step_or_model), optimizer=optimizer, progress=progress
     )
+    here = device_of(modules, values)
+    if here.type == "meta" and (not dry or device is None):
+        what = "say which device to estimate for: device='H100'" if dry else "only a dry profile can be had: dry=True"
+        message = f"{name_of(step_or_model)} is on meta, where tensors have no values: {what}"
+        raise ValueError(message)
     if not dry:
         with make(optimizers, inputs=[values, find_generators(step_or_model, values)]) as profiler:
             if isinstance(step_or_model, nn.Module):
@@ -99,12 +107,23 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     from recollect._profile.dry import dry_step  # not at import: fake tensors bring much of torch along
     from recollect._profile.roofline import find_device
 
-    asked = find_device(device_of(modules, values) if device is None else device)
+    asked = find_device(here if device is None else device)
     with dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes:
         inputs, given = fakes.values
         with make((), inputs=(inputs, given), dry=fakes) as profiler:
             _run(step_or_model, inputs, given, loss)
     return profiler.profile
+
+
+def _check(step_or_model: object, optimizer: object) -> None:
+    if not callable(step_or_model):
+        what = reprlib.repr(step_or_model)
+        message = f"recollect.profile expects a model or a function that runs a step, not {what}"
+        raise TypeError(message)
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
+        message = f"optimizer={reprlib.repr(optimizer)}: expected one of torch.optim, an instance or a class"
+        raise TypeError(message)
 
 
 def _run(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
 from recollect._core.calls import Category
-from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile
+from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.patterns import plain_path
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.pytree import tree_leaves
@@ -92,10 +92,12 @@ class StepProfiler:
         self._states: list[tuple[Source, Any]] = []
         self._notes: list[str] = []
         self._stepped = ""
+        self._rules: tuple[RuleEntry, ...] = ()
         self.profile: Profile
 
     def __enter__(self) -> Self:
         self._states = [(source, source.read()) for source in self._sources]
+        self._rules = describe_rules(self._modules)
         if self._restores:
             for module in self._modules:
                 self._snapshot.note_module(module)
@@ -198,6 +200,8 @@ class StepProfiler:
 
             clock = Clock.ROOFLINE
             calls = tuple(replace(call, seconds=estimate_s(call, dry.device, parts.storages)) for call in calls)
+        rules = describe_rules(self._modules)
+        self._notes += self._limits(rules)
         names = [self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
         return Profile(
             storages=parts.storages,
@@ -212,10 +216,19 @@ class StepProfiler:
             optimizer=", ".join(filter(None, dict.fromkeys(names))),
             torch=str(torch.__version__),
             modules=tuple(entries),
-            rules=describe_rules(self._modules),
+            rules=rules,
             allocators=allocators,
             notes=(*self._notes, *(() if dry is None else dry.notes)),
         )
+
+    def _limits(self, rules: tuple[RuleEntry, ...]) -> Iterator[str]:
+        """What keeps this profile from being that of a usual step, in sentences."""
+        if self._dry is not None and rules:
+            yield "regions under policies hold more on fake tensors than in real steps, in which they learn"
+        elif len(rules) > len(self._rules):
+            yield "regions ran for the first time under their policies and learned: later steps take less"
+        if any(map(_is_compiled, self._modules)) and self._dry is None:
+            yield "compiled code is seen from outside: of what it does, only the operators that it calls at run time"
 
     def _list_modules(self) -> Iterator[ModuleEntry]:
         seen: set[str] = set()
@@ -254,6 +267,13 @@ def region_here() -> str:
     hooks = top_hooks(True)  # noqa: FBT003
     frame: Frame | None = None if hooks is None else frame_of(hooks[0])
     return "" if frame is None else frame.name
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return any(
+        type(part).__name__ == "OptimizedModule" or vars(part).get("_compiled_call_impl") is not None
+        for part in module.modules()
+    )
 
 
 def _is_replica(module: nn.Module) -> bool:

@@ -259,6 +259,8 @@ class Capture(DispatchMode):
             self._saw_regions = True
         if call.run is not None:
             call.phase, call.sequence = Phase.RECOMPUTATION, -1
+        elif self._stepping:
+            call.phase, call.sequence = Phase.OPTIMIZER, -1
         elif node is not None:
             replayed = self._replay_of() if self._saw_regions else None
             if replayed is not None:
@@ -272,8 +274,7 @@ class Capture(DispatchMode):
                 call.leaf = next(iter(self._numbers(leaf)), -1)
             return
         else:
-            call.phase = Phase.OPTIMIZER if self._stepping else Phase.FORWARD
-            call.sequence = sequence
+            call.phase, call.sequence = Phase.FORWARD, sequence
         call.module, call.source = self.places.locate(3)
 
     def _values(self, values: Iterable[Any], *, is_given: bool) -> list[RawValue]:
