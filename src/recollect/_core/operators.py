@@ -139,7 +139,21 @@ def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     """Operations of one call; 0 where torch's counter knows no formula for it."""
     if operator.flops is None:
         return 0
+    if "scaled_dot_product" in operator.name:
+        args = _with_all_heads(args, 1 if "backward" in operator.name else 0)
     return int(operator.flops(*args, **kwargs, out_val=result))
+
+
+def _with_all_heads(args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+    """Arguments of attention with keys and values for each head of the queries; torch 2.11 counts no others.
+
+    Shapes stand for tensors: formulas look at nothing else.
+    """
+    query, key, value = (args[at].shape for at in range(first, first + 3))
+    if query[1] == key[1]:
+        return args
+    full = (torch.Size((*part[:1], query[1], *part[2:])) for part in (key, value))
+    return (*args[: first + 1], *full, *args[first + 3 :])
 
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
