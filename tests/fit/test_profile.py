@@ -315,6 +315,7 @@ def test_a_step_with_an_optimiser_shows_its_phase_and_state() -> None:
     assert found.optimizer == "AdamW"
     state = sum(storage.bytes for storage in found.storages if storage.category is Category.OPTIMIZER)
     assert state == sum(tensor.nbytes for one in optimizer.state.values() for tensor in one.values())
+    assert "head.weight.exp_avg" in {storage.name for storage in found.storages}
 
 
 def test_the_first_step_of_an_optimiser_leaves_it_without_state() -> None:

@@ -19,7 +19,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 from recollect._fit.rules import describe_rules
 from recollect._profile.assemble import Known, assemble, include_all
 from recollect._profile.capture import Capture
-from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
+from recollect._profile.snapshot import Snapshot, name_states
 from recollect._profile.storages import storages_of
 from recollect._profile.timing import NoTimer, timer_for
 from recollect._recompute.frame import Frame
@@ -138,18 +138,26 @@ class StepProfiler:
 
     def _include(self) -> None:
         capture, known = self._capture, self._known
-        for number, module in enumerate(self._modules):
-            prefix = f"{type(module).__name__}." if number else ""
+        for prefix, module in self._named_roots():
             capture.places.learn(module, prefix.rstrip("."))
-            parameters = [(prefix + plain_path(path), tensor) for path, tensor in module.named_parameters()]
             buffers = [(prefix + plain_path(path), tensor) for path, tensor in module.named_buffers()]
-            include_all(capture, known, parameters, Category.PARAMETER)
             include_all(capture, known, buffers, Category.BUFFER)
+        include_all(capture, known, self._named_parameters(), Category.PARAMETER)
+        paths = {id(parameter): path for path, parameter in self._named_parameters()}
         for optimizer in self._optimizers:
-            states = [("", tensor) for tensor in tensors_of_optimizer(optimizer)]
-            include_all(capture, known, states, Category.OPTIMIZER)
+            include_all(capture, known, name_states(optimizer, paths), Category.OPTIMIZER)
         leaves = [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
         include_all(capture, known, ((f"input {at}", leaf) for at, leaf in enumerate(leaves)), Category.INPUT)
+
+    def _named_roots(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules, with what their paths begin with: nothing, or for the second and later ones their class."""
+        for number, module in enumerate(self._modules):
+            yield f"{type(module).__name__}." if number else "", module
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self._named_roots():
+            for path, tensor in module.named_parameters():
+                yield prefix + plain_path(path), tensor
 
     def _step_on_fakes(self) -> None:
         """Let the given optimiser step, if none did: its state counts from before the step, its calls come last."""
@@ -161,7 +169,7 @@ class StepProfiler:
             return
         from recollect._profile.optimizer import shadow_of  # not at import: fake tensors bring much of torch along
 
-        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        parameters = [parameter for _, parameter in self._named_parameters()]
         on_cuda = self._device.type == "cuda" if self._dry is None else self._dry.device.is_cuda
         capture.timer = NoTimer()
         with shadow_of(optimizer, parameters, on_cuda=on_cuda) as shadow:

@@ -7,7 +7,7 @@ pointers), and Python objects other than the tables of modules and optimisers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import ref
 
@@ -107,3 +107,12 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, Any], 
 def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors of an optimiser's state."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+
+
+def name_states(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    """The same, each with a name: ``"embed.weight.exp_avg"``, given the paths of parameters by their ids."""
+    for key, values in optimizer.state.items():
+        for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield f"{paths.get(id(key), '')}.{name}".strip("."), leaf
