@@ -32,6 +32,7 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._profile.scopes import Scopes
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of
@@ -146,7 +147,7 @@ class Capture(DispatchMode):
         self.timer, self._snapshot = timer, snapshot
         self._unfold, self._region_of, self._replay_of = unfold, region_of, replay_of
         self._workspace, self._progress = workspace, progress
-        self._scopes = _Scopes()
+        self._scopes = Scopes()
         self._lock = threading.RLock()
         self._stepping = 0
         self._saw_regions = False
@@ -390,41 +391,3 @@ def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         items = value if isinstance(value, (tuple, list)) else [value]
         found.extend(item for item in items if isinstance(item, Tensor))
     return found
-
-
-class _Scopes:
-    """Follows the names that `recollect.region` gives, outside of regions that watch for themselves."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def now(self) -> tuple[str, ...]:
-        """The names around the code that runs, outermost first."""
-        names: tuple[str, ...] = getattr(self._local, "names", ())
-        return names
-
-    def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a named block."""
-        before = self.now()
-        self._local.names = (*before, name)
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            self._local.names = before
-
-    def see_named(self, name: str, value: Any) -> None:
-        """A value was given a name: nothing here goes by it."""
-
-    def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A module is called that a region elsewhere watches."""
-        del module
-        return call(*args, **kwargs)
-
-    def call_function(
-        self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A Function is applied that a region elsewhere watches."""
-        del function
-        return call(*args, **kwargs)
