@@ -19,6 +19,7 @@ from recollect._core.plans import Choice, Plan
 from recollect._core.scope import is_recomputing, name, region
 from recollect._fit.explain import explain
 from recollect._fit.profile import profile
+from recollect._fit.report import report
 from recollect._fit.saved import print_saved
 from recollect._recompute.ambient import register_ambient
 from recollect._recompute.capture import graph_rng
@@ -55,4 +56,5 @@ __all__ = [
     "register_ambient",
     "register_state",
     "remove",
+    "report",
 ]

@@ -374,6 +374,47 @@ def test_a_policy_that_matches_nothing_says_so_in_a_graph_too(inputs: Any, polic
         run_compiled(recollect.checkpoint(mix, policy=policy), inputs)
 
 
+def make_wrong_regions() -> dict[str, Any]:
+    policy = policies.save_modules("nope.*")
+    net, applied = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    recollect.apply(applied, {"0": policy})
+    return {
+        "module": recollect.checkpoint(net, policy=policy),
+        "method": recollect.checkpoint(net.forward, policy=policy),
+        "applied": applied,
+    }
+
+
+@pytest.mark.parametrize("way", make_wrong_regions())
+def test_a_pattern_that_matches_no_module_is_refused_in_a_graph_too(way: str) -> None:
+    region, x = make_wrong_regions()[way], torch.randn(2, 4)
+    text = "pattern 'nope.*' matches no module of the region; modules near that: '0', '1'"
+    for call, kind in (
+        (torch.compile(region, backend="aot_eager", fullgraph=True), torch._dynamo.exc.Unsupported),
+        (torch.compile(region, backend="aot_eager"), ValueError),
+        (region, ValueError),
+    ):
+        with pytest.raises(kind) as caught:
+            call(x)
+        assert str(caught.value).startswith(text)
+
+
+def test_a_pattern_may_match_modules_among_the_arguments() -> None:
+    net, head, x = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Tanh()), torch.randn(2, 4, requires_grad=True)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = net
+
+        def forward(self, x: Tensor, *, head: nn.Module) -> Tensor:
+            return head(self.first(x)).exp()  # type: ignore[no-any-return]
+
+    call = recollect.checkpoint(Both(), policy=policies.save_modules("0"))  # the head's
+    step = run_compiled(lambda x: call(x, head=head), [x])
+    assert step.graphs.count("tanh") == {"tanh": 0}
+
+
 def test_random_and_routing_results_can_be_kept() -> None:
     x = torch.randn(8, 8, requires_grad=True)
 

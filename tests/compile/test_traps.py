@@ -20,6 +20,7 @@ from torch.utils import checkpoint as theirs  # torch's own, to compare with
 
 import recollect
 from recollect import Decision, compat, policies
+from recollect._core.torch_private import engine
 from recollect.compat import composable
 from tests.compile.counting import (
     Graphs,
@@ -412,15 +413,46 @@ def test_trap_10_all_that_torch_refuses_is_one_graph() -> None:
     assert step.graphs.count("sigmoid") == {"sigmoid": 1}
 
 
-def test_trap_10_a_group_of_backward_passes_breaks_the_graph_and_is_right() -> None:
-    # A group shares recomputations between calls of backward, which no graph knows of.
+def test_trap_10_a_group_of_backward_passes_is_one_graph() -> None:
     x = leaf(4)
 
     def call(x: Tensor) -> Tensor:
         with compat.GraphExecGroup():
             return compat.checkpoint(lambda x: x.sin().exp(), x.cos(), use_reentrant=False)  # type: ignore[no-any-return]
 
-    assert_same(run_compiled(call, [x], breaks=True), run_step(lambda x: x.cos().sin().exp(), [x]))
+    step = like_plain(call, lambda x: x.cos().sin().exp(), [x])
+    assert step.graphs.count("exp") == {"exp": 1}
+    assert engine.get_group() is None
+
+
+def test_trap_10_a_group_in_which_the_graph_breaks_is_a_group() -> None:
+    x, w = leaf(2, 2), leaf(2, 2)
+    runs: list[int] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note() -> None:
+        runs.append(1)
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        note()
+        return x.exp() @ w.exp()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def halves(y: Tensor) -> list[Tensor]:
+        (dx,) = torch.autograd.grad(y, [x], torch.ones_like(y), retain_graph=True)
+        (dw,) = torch.autograd.grad(y, [w], torch.ones_like(y))
+        return [dx, dw]
+
+    def call(x: Tensor, w: Tensor) -> list[Tensor]:
+        y = compat.checkpoint(f, x, w, use_reentrant=False)
+        with compat.GraphExecGroup():
+            return halves(y)  # type: ignore[no-any-return]
+
+    expected = torch.autograd.grad(f(x, w), [x, w], torch.ones(2, 2))
+    runs.clear()
+    assert all(map(torch.equal, torch.compile(call, backend="eager")(x, w), expected))
+    assert len(runs) == 2  # forward, and one recomputation for both calls
+    assert engine.get_group() is None
 
 
 # What people put into regions.
@@ -935,10 +967,38 @@ assert not torch._dynamo.utils.counters["graph_break"]
     assert [process.wait(timeout=120) for process in running] == [0, 0]
 
 
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)
+def test_backward_inside_compiled_code_keeps_dynamo_out_of_the_engine(policy: Any) -> None:
+    w = leaf(4, 4)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def nothing() -> None:
+        pass
+
+    def f(x: Tensor) -> Tensor:
+        nothing()  # breaks the graph, so that the region runs in the eager engine
+        return torch.mm(x, w).sin().exp()
+
+    def train(x: Tensor) -> Tensor | None:
+        recollect.checkpoint(f, policy=policy)(x).sum().backward()
+        return x.grad
+
+    x, plain = leaf(4, 4), leaf(4, 4)
+    with torch.no_grad():
+        plain.copy_(x)
+    f(plain).sum().backward()
+    found = torch.compile(train, backend="eager")(x)  # what Dynamo cannot trace, it warns of
+    assert found is not None
+    assert plain.grad is not None
+    assert torch.equal(found, plain.grad)
+
+
 # On a device.
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch captures one to begin with
 def test_cuda_graphs_with_dropout() -> None:
     device = torch.accelerator.current_accelerator()
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 64)).to(device)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from torch import nn
+
 from recollect._compile.keys import has_functions, key_of
 from recollect._compile.operator import region_operator
-from recollect._core.torch_private.capturing import break_graph, capture_calls, guarded_by_nothing, value_of
+from recollect._core.torch_private.capturing import (
+    break_graph,
+    capture_calls,
+    guarded_by_nothing,
+    modules_called,
+    value_of,
+)
 from recollect._policy.base import CallPolicy, Policy
 
 
-def read_options(options: dict[str, Any]) -> dict[str, Any]:
+def read_options(called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The constants of a region: its name, and its policy's.
 
     Equal blocks are compiled once for all: their names stand in the graph without numbers, and are no guard, unless the
@@ -24,6 +32,7 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
     name: str = owner if isinstance(owner, str) else owner.name
     if policy is not None:
         policy = policy.within(name)
+        _check_modules(policy, modules_called(called))
     if policy is not None and has_functions(policy) and not isinstance(policy, CallPolicy):
         value_of(options["name"])
     else:
@@ -41,6 +50,16 @@ def _policy_of(contexts: Any) -> Policy:
             "(recollect.compat.create_selective_checkpoint_contexts)"
         )
     return policy
+
+
+def _check_modules(policy: Policy, roots: list[nn.Module]) -> None:
+    """Where a pattern matches none of the region's modules, Dynamo breaks the graph, and the eager engine refuses."""
+    paths = {path: module for root in roots[::-1] for path, module in root.named_modules() if path or len(roots) > 1}
+    try:
+        if roots:
+            policy.check_modules(paths)
+    except ValueError as error:
+        break_graph(str(error))
 
 
 capture_calls(region_operator, read_options)

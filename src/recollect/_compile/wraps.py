@@ -90,7 +90,7 @@ def capture_checkpoint(
                 "policy": ConstantVariable.create(None),
                 "contexts": contexts,
             }
-            constants = read_options(asked)
+            constants = read_options([arg.realize() for arg in args], asked)
             given = {name: ConstantVariable.create(value) for name, value in constants.items()}
             return super()._call_function(tx, _packed(args, own), given)
 
@@ -155,7 +155,7 @@ def _hooks_in_force() -> Iterator[None]:
 def _variable_of(op: HigherOrderOperator, constants: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Any:
     """How Dynamo captures ``op(fn, args, kwargs, **options)``."""
 
-    def read(options: dict[str, Any]) -> dict[str, Any]:
+    def read(_called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
         values = {name: option.as_python_constant() for name, option in options.items()}
         return values if constants is None else constants(values)
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from torch.compiler import is_dynamo_compiling
+
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import get_group, set_group
 
@@ -63,6 +65,8 @@ class GraphExecGroup(Sharing):
     lives until its node has made all of its gradients or the group closes. Apart from nodes that make some of their
     gradients in one call and the others in another, two calls must not need the same saved tensor.
 
+    In code that torch.compile traces it does nothing: recomputation is a part of each graph there.
+
     >>> import torch
     >>> from recollect.compat import GraphExecGroup, checkpoint
     >>> runs = []
@@ -84,19 +88,27 @@ class GraphExecGroup(Sharing):
         """Make a group; it can be entered once at a time."""
         super().__init__()
 
-    @untraced
     def __enter__(self) -> Self:
         """Open the group for the backward calls of this thread."""
-        if get_group() is not None:
-            _refuse_nesting()
-        set_group(self)
+        if not is_dynamo_compiling():
+            self._open()
         return self
 
-    @untraced
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the group: values that nobody used go."""
+        if not is_dynamo_compiling():
+            self._close()
+
+    @untraced
+    def _open(self) -> None:
+        if get_group() is not None:
+            _refuse_nesting()
+        set_group(self)
+
+    @untraced
+    def _close(self) -> None:
         set_group(None)
         self.close()
 

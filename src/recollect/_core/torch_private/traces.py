@@ -1,4 +1,4 @@
-"""What the frames of a traceback are: calls of modules, and the backward pass that raised, its graph and node.
+"""What Python frames are: calls of modules, and, in a traceback, the backward pass that raised, its graph and node.
 
 Private names: the locals of ``torch.autograd.graph._engine_run_backward``, ``BackwardCFunction.apply`` as the frame
 under which the backward of a custom Function runs, ``nn.Module._call_impl``.
@@ -9,6 +9,7 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from sys import _getframe
 from types import FrameType
 from typing import Any
 
@@ -50,3 +51,11 @@ def function_of(frame: FrameType) -> Any:
 def is_module_call(frame: FrameType) -> bool:
     """Whether a frame is that of a call of a module, in which its hooks and its forward run."""
     return frame.f_code is _CALLS
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module whose call runs on this thread."""
+    frame: FrameType | None = _getframe(1)
+    while frame is not None and not is_module_call(frame):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
