@@ -17,12 +17,16 @@ MAY_TOUCH_PRIVATE = ("recollect._core.torch_private", "recollect._compile")
 FREE_OF_TORCH = (
     "recollect._plan",
     "recollect._report",
+    "recollect._core.calls",
     "recollect._core.decisions",
     "recollect._core.documents",
     "recollect._core.errors",
+    "recollect._core.families",
+    "recollect._core.gains",
     "recollect._core.graph",
     "recollect._core.patterns",
     "recollect._core.plans",
+    "recollect._core.timeline",
     "recollect._core.units",
 )
 

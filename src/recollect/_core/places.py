@@ -17,7 +17,7 @@ from recollect._core.patterns import plain_path
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
-_DEMO = str(PurePath(_OURS, "_cli"))  # what it runs is a user's program
+_DEMO = str(PurePath(_OURS, "_cli", "small_gpt.py"))  # a user's program, as far as profiles go
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 _DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
 _CONTEXT_LINES = 4
@@ -47,7 +47,7 @@ def is_of_user(code: CodeType) -> bool:
     file = code.co_filename
     if file.startswith((_TORCH, "<frozen")) or file.endswith(_SKIPPED):
         return False
-    return not file.startswith(_OURS) or file.startswith(_DEMO)
+    return not file.startswith(_OURS) or file == _DEMO
 
 
 class Places:

@@ -71,7 +71,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _raw_names(kind: type) -> tuple[str, ...]:
+def _raw_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(_RAW))
 
 

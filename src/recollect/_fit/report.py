@@ -1,0 +1,173 @@
+"""A profile for people, in one call: printed, or written as a page, a plot, a trace or text."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import secrets
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from recollect._core.graph import Profile
+from recollect._plan.gains import find_gains
+
+_KINDS = {
+    ".trace.json": "trace",
+    ".html": "html",
+    ".htm": "html",
+    ".png": "png",
+    ".svg": "svg",
+    ".pdf": "pdf",
+    ".txt": "text",
+    ".json": "json",
+}
+_SUFFIXES = ".html, .png, .svg, .pdf, .txt, .trace.json, .json"
+_COMPARING = ("text", "html", "png", "svg", "pdf")
+
+
+def report(
+    profile: Profile,
+    to: str | os.PathLike[str] | None = None,
+    *,
+    against: Profile | None = None,
+    top: int = 20,
+    kind: str | None = None,
+) -> None:
+    """Show a profile: where the peak is, what is alive there, what is saved, by what, and what could be gained.
+
+    Args:
+        profile: as `recollect.profile` returns it.
+        to: None prints the report as text. A path writes a file; its suffix says of which kind: ``.html`` a page that
+            needs nothing else, ``.png``, ``.svg`` and ``.pdf`` a plot, ``.trace.json`` a trace for Perfetto and
+            ``chrome://tracing``, ``.txt`` text, ``.json`` the profile itself. The file is there whole or not at all.
+        against: another profile, as of the step before a change; text, page and plot then compare the two.
+        top: how many lines the tables of the text have at most.
+        kind: what to write (``"html"``, ``"png"``, ``"svg"``, ``"pdf"``, ``"trace"``, ``"text"``, ``"json"``), where
+            the suffix does not say it.
+
+    Raises:
+        ValueError: neither suffix nor kind is known, or that kind compares nothing.
+        FileNotFoundError: the directory is not there.
+        ImportError: the library that draws it is not installed.
+
+    >>> import torch, recollect
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    >>> recollect.report(recollect.profile(model, torch.ones(128, 64)))
+    Sequential on CPU: peak ...
+    alive at the peak
+    ...
+    saved for backward: 256.00 KiB in 2 tensors, largest first
+    ...
+    """
+    _check(profile, against, top)
+    if to is None:
+        if kind not in (None, "text"):
+            message = (
+                f"a report of kind {kind!r} is not printed: say where to write it, as in report(profile, 'x.html')"
+            )
+            raise ValueError(message)
+        _print(profile, against, top)
+        return
+    path = Path(to)
+    kind = _find_kind(path) if kind is None else kind
+    if kind not in _KINDS.values():
+        known = ", ".join(repr(name) for name in dict.fromkeys(_KINDS.values()))
+        message = f"there is no report of kind {kind!r}; kinds are {known}"
+        raise ValueError(message)
+    if against is not None and kind not in _COMPARING:
+        message = f"a file of kind {kind!r} holds one profile; compare two (against=...) in text, HTML or a plot"
+        raise ValueError(message)
+    _check_place(path)
+    _write(path, _render(profile, kind, against, top))
+
+
+def _check(profile: Profile, against: Profile | None, top: int) -> None:
+    for name, given in (("profile", profile), ("against", against)):
+        if not isinstance(given, Profile) and (given is not None or name == "profile"):
+            message = (
+                f"recollect.report expects as {name} a Profile, as recollect.profile returns it, not "
+                f"{type(given).__name__}; for one in a file: recollect.Profile.from_json(path.read_text())"
+            )
+            raise TypeError(message)
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        message = f"top={top!r}: expected how many lines a table may have, at least 1"
+        raise ValueError(message)
+
+
+def _find_kind(path: Path) -> str:
+    for suffix, kind in _KINDS.items():
+        if path.name.lower().endswith(suffix):
+            return kind
+    message = (
+        f"cannot tell what to write to '{path}': its name ends in none of {_SUFFIXES}. Name it so, or pass kind=..."
+    )
+    raise ValueError(message)
+
+
+def _check_place(path: Path) -> None:
+    if path.is_dir():
+        message = (
+            f"cannot write a report to '{path}': it is a directory; name a file in it, as '{path / 'report.html'}'"
+        )
+        raise IsADirectoryError(message)
+    if not path.parent.is_dir():
+        message = f"cannot write a report to '{path}': there is no directory '{path.parent}'; make it first"
+        raise FileNotFoundError(message)
+
+
+def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> bytes:
+    if kind == "json":
+        return profile.to_json().encode()
+    if kind == "trace":
+        from recollect._report.trace import write_trace
+
+        return write_trace(profile).encode()
+    if kind == "html":
+        from recollect._report.html import write_html
+
+        return write_html(profile, against=against, gains=find_gains(profile)).encode()
+    if kind == "text":
+        text = _load("text").write_text(profile, against=against, gains=find_gains(profile), top=top)
+        return str(text).encode()
+    drawn = io.BytesIO()
+    _load("plot").draw(profile, against=against).savefig(drawn, format=kind, dpi=150)
+    return drawn.getvalue()
+
+
+def _load(form: str) -> ModuleType:
+    """A module of the report that needs a library which is not always there."""
+    library, extra = {"text": ("rich", "report"), "plot": ("matplotlib", "plot")}[form]
+    try:
+        return importlib.import_module(f"recollect._report.{form}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        message = f'a report as {form} needs {library}, which is not installed: pip install "recollect[{extra}]"'
+        raise ImportError(message, name=library) from error
+
+
+def _print(profile: Profile, against: Profile | None, top: int) -> None:
+    text, gains = _load("text"), find_gains(profile)
+    console = importlib.import_module("rich.console").Console()
+    if console.is_terminal or console.is_jupyter:
+        console.print(text.render_text(profile, against=against, gains=gains, top=top))
+        return
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    page = text.write_text(profile, against=against, gains=gains, top=top, width=console.width, encoding=encoding)
+    sys.stdout.write(page)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: beside its place first."""
+    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout: not to be replaced
+        path.write_bytes(content)
+        return
+    place = path.resolve()  # of a link, what it points to
+    part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(place)
+    finally:
+        part.unlink(missing_ok=True)
