@@ -55,7 +55,8 @@ wheel: setup
 	assert (here / 'py.typed').is_file(), 'the wheel lacks py.typed'"
 
 demo: setup
-	$(BIN)/python examples/demo.py
+	mkdir -p build
+	$(BIN)/recollect demo --html build/demo.html
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py --device cpu

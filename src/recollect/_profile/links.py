@@ -93,8 +93,8 @@ def measure_disk(folder: Path | None = None, size: int = DISK_BYTES) -> Iterator
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         written, start = 0, time.perf_counter()
         while written < size and (written == 0 or time.perf_counter() - start < _SHARE_S * 2):
-            written += file.write(chunk)
-        os.fsync(file.fileno())
+            written += sum(file.write(chunk) for _ in range(4))
+            os.fsync(file.fileno())
         yield Link(name="to disk", bytes_per_s=written / (time.perf_counter() - start))
 
         if hasattr(os, "posix_fadvise"):

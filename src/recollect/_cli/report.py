@@ -1,0 +1,117 @@
+"""`recollect report`: shows profiles that were written before, or writes them in another form."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recollect._cli.screen import fail, say, show_progress
+from recollect._core.graph import Profile
+from recollect._fit.report import report as make_report
+
+ENDINGS = (".html", ".png", ".svg", ".pdf", ".trace.json", ".txt", ".json")
+
+
+def report(
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="A profile, as `recollect profile --json` writes it.")
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="OTHER", help="A second profile, to compare: the first is before, this one after."),
+    ] = None,
+    *,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--to",
+            metavar="FILE",
+            help="File to write instead of the text on the screen. Its ending says what: "
+            ".html, .png, .svg, .pdf, .txt, .trace.json (for chrome://tracing or Perfetto), .json (the profile).",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Rows of each table of the text.")] = 20,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")] = False,
+) -> None:
+    """Show a profile, or compare two: what is in memory at the peak, by whom, and what could be gained.
+
+    **Examples**
+
+        recollect report step.json
+        recollect report before.json after.json
+        recollect report before.json after.json --to compare.html
+        recollect report step.json --to step.trace.json
+    """
+    if to is not None:
+        check_path(to)
+        if other is not None and to.name.endswith(".json"):
+            fail(f"{to}: a file of this kind holds one profile; two are compared in text, .html, .png, .svg or .pdf")
+    with show_progress("reading", quiet=quiet):
+        read = [read_profile(path) for path in (profile, other) if path is not None]
+    # The report is about the last one; the first is what it is compared with.
+    before = read[0] if other is not None else None
+    write_report(read[-1], to, against=before, top=top, quiet=quiet)
+
+
+def check_path(path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
+    """Refuse a file before the work is done: its ending says nothing, or it has no folder.
+
+    Raises:
+        typer.Exit: said on standard error.
+    """
+    if not path.name.endswith(endings):
+        fail(f"{path}: the ending of a file says what to write; expected {' or '.join(endings)}")
+    if not path.parent.is_dir():
+        fail(f"{path}: there is no folder {path.parent}")
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        typer.Exit: there is none, or it is damaged; said on standard error.
+    """
+    try:
+        return Profile.from_json(path.read_text("utf-8"))
+    except OSError as error:
+        fail(f"{path} cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        fail(f"{path}: expected a profile of recollect as JSON, found something that is no text")
+    except ValueError as error:
+        fail(f"{path}: {error}")
+
+
+def write_file(path: Path, text: str, *, quiet: bool) -> None:
+    """Write text to a file and say so.
+
+    Raises:
+        typer.Exit: it cannot be written; said on standard error.
+    """
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}")
+    if not quiet:
+        say(f"wrote {path}")
+
+
+def write_report(profile: Profile, to: Path | None, *, against: Profile | None, top: int, quiet: bool) -> None:
+    """Print a report, or write it to a file and say so.
+
+    Raises:
+        typer.Exit: the file cannot be written, or what writes it is not installed; said on standard error.
+    """
+    try:
+        if to is None:
+            make_report(profile, against=against, top=top)
+            return
+        with show_progress(f"writing {to}", quiet=quiet):
+            make_report(profile, to, against=against, top=top)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        fail(f"{to} cannot be written: {error.strerror}" if error.strerror else str(error))
+    except (ImportError, ValueError) as error:
+        fail(str(error))
+    if not quiet:
+        say(f"wrote {to}")

@@ -1,0 +1,133 @@
+"""Profiles one step of a training script as it runs, and stops the script after it.
+
+What counts as a step is told by the optimiser: step 2 begins with the first module that is called after the optimiser's
+first step, and ends with its second. By default it is the second that is profiled: only then is the optimiser's state
+there.
+"""
+
+import contextlib
+import runpy
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from recollect._cli.endings import FAILED
+from recollect._cli.screen import ShowProgress, fail
+from recollect._cli.seen import Seen
+from recollect._core.graph import Profile
+from recollect._fit.step import StepProfiler
+
+
+class _StepTakenError(BaseException):
+    """Ends the script from within; no `except Exception` of the user's stops it."""
+
+
+def profile_script(path: Path, args: Sequence[str], *, step: int = 2, progress: ShowProgress | None = None) -> Profile:
+    """Run a script as a program until the end of a step, and profile that step.
+
+    Args:
+        path: of the script.
+        args: it finds in `sys.argv`.
+        step: which, from 1.
+        progress: called now and then with the number of operators so far, and None.
+
+    Raises:
+        typer.Exit: the script ended before; said on standard error.
+    """
+    watch = _Watch(step, name=path.name, progress=progress)
+    with watch.watching(), _as_program(path, args):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except _StepTakenError:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        except Exception:
+            if watch.profile is None:  # otherwise it was raised while the script was being stopped
+                raise
+    if watch.profile is None:
+        fail(_explain_end(path, watch.seen.steps, step), code=FAILED)
+    return watch.profile
+
+
+def _explain_end(path: Path, steps: int, wanted: int) -> str:
+    if not steps:
+        return (
+            f"{path} ended without a step of an optimiser, so there is none to profile: name a function that runs a "
+            f"step, {path}:function"
+        )
+    return (
+        f"{path} ended after {steps} step{'s' * (steps != 1)} of its optimiser, and step {wanted} was to be profiled: "
+        f"give `--step {steps}`, or let it run longer"
+    )
+
+
+class _Watch:
+    """Waits for a step of a script that runs, and profiles it.
+
+    The optimiser's hooks count, and the first module that is called afterwards begins: hooks of optimisers cannot be
+    added while one runs, which the profiler does.
+
+    Attributes:
+        profile: of the step, once it was made.
+    """
+
+    def __init__(self, step: int, *, name: str, progress: ShowProgress | None) -> None:
+        self.profile: Profile | None = None
+        self.seen = Seen()
+        self._step, self._name, self._progress = step, name, progress
+        self._profiler: StepProfiler | None = None
+        self._hooks = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def watching(self) -> Generator[None, None, None]:
+        """Watch what runs inside."""
+        with self.seen, self._hooks:
+            self._hooks.callback(register_module_forward_pre_hook(self._before_module).remove)
+            try:
+                yield
+            finally:
+                if self._profiler is not None and self.profile is None:
+                    unfinished = _StepTakenError()
+                    self._profiler.__exit__(type(unfinished), unfinished, None)
+
+    def _before_module(self, _: nn.Module, inputs: Any) -> None:
+        if self._profiler is not None or self.seen.steps < self._step - 1:
+            return
+        self._profiler = StepProfiler(
+            self.seen.list_modules(),
+            list(self.seen.optimizers),
+            inputs=inputs,
+            name=self._name,
+            restores=False,
+            progress=self._progress,
+        )
+        self._profiler.__enter__()
+        # Added after the profiler's own, so that it has seen the step when this ends it.
+        self._hooks.callback(register_optimizer_step_post_hook(self._finish).remove)
+
+    def _finish(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is self.seen.optimizers[0]:
+            assert self._profiler is not None
+            self._profiler.__exit__(None, None, None)
+            self.profile = self._profiler.profile
+            raise _StepTakenError
+
+
+@contextlib.contextmanager
+def _as_program(path: Path, args: Sequence[str]) -> Generator[None, None, None]:
+    """Let `sys` look as it does to a script that Python was given."""
+    argv, before = sys.argv, list(sys.path)
+    sys.argv = [str(path), *args]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, before

@@ -1,0 +1,98 @@
+"""What there is to profile, as the function that the user names gives it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._cli.screen import fail
+
+_KEYS = ("model", "inputs", "kwargs", "optimizer", "loss", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Arguments of `recollect.profile`.
+
+    Attributes:
+        what: a model, or a function that runs a step.
+        inputs: of the model.
+        options: named arguments: `kwargs`, `optimizer`, `loss`.
+    """
+
+    what: nn.Module | Callable[[], Any]
+    inputs: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject:
+    """What a function means by its result.
+
+    A module, or a tuple that starts with one, is a model and its inputs. A mapping with a model or a step names them.
+    Another callable runs a step. With anything else the function itself was a step, and is to run once more.
+
+    Raises:
+        typer.Exit: a mapping has keys that mean nothing, or lacks a model; said on standard error.
+
+    >>> def make():
+    ...     return nn.Linear(2, 1), Tensor([1.0, 2.0])
+    >>> read_subject(make(), make, "train:make").inputs
+    (tensor([1., 2.]),)
+    >>> read_subject(None, make, "train:make").what is make
+    True
+    """
+    if isinstance(result, nn.Module):
+        return Subject(what=result)
+    if isinstance(result, tuple) and result and isinstance(result[0], nn.Module):
+        return Subject(what=result[0], inputs=result[1:])
+    if isinstance(result, Mapping) and _names_something(result):
+        return _read_mapping(result, name)
+    if callable(result):
+        return Subject(what=result)
+    return Subject(what=function)
+
+
+def _names_something(given: Mapping[str, Any]) -> bool:
+    """Whether it can be meant as a description: results of a step are mappings, too."""
+    return "model" in given or "step" in given or any(isinstance(value, nn.Module) for value in given.values())
+
+
+def _read_mapping(given: Mapping[str, Any], name: str) -> Subject:
+    unknown = [key for key in given if key not in _KEYS]
+    if unknown:
+        fail(f"{name} returned a mapping with {', '.join(map(repr, unknown))}; known keys are {', '.join(_KEYS)}")
+    model, step, inputs = given.get("model"), given.get("step"), given.get("inputs", ())
+    if step is None and not isinstance(model, nn.Module):
+        fail(f"{name} returned a mapping without a model: expected 'model', a torch.nn.Module, or 'step', a function")
+    options = {key: given[key] for key in ("kwargs", "optimizer", "loss") if key in given}
+    if step is not None:
+        return Subject(what=step, options=options)
+    assert isinstance(model, nn.Module)
+    if isinstance(inputs, Mapping):
+        return Subject(what=model, options={**options, "kwargs": {**inputs, **options.get("kwargs", {})}})
+    is_several = isinstance(inputs, Sequence) and not isinstance(inputs, (str, Tensor))
+    return Subject(what=model, inputs=tuple(inputs) if is_several else (inputs,), options=options)
+
+
+def move_subject(subject: Subject, device: str | None, dtype: torch.dtype | None) -> Subject:
+    """The subject with its model and inputs on a device and of a dtype; a step of the user's own is left as it is.
+
+    >>> moved = move_subject(Subject(what=nn.Linear(2, 1), inputs=(torch.ones(2),)), "cpu", torch.bfloat16)
+    >>> moved.inputs
+    (tensor([1., 1.], dtype=torch.bfloat16),)
+    """
+    if not isinstance(subject.what, nn.Module) or (device is None and dtype is None):
+        return subject
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+        if isinstance(value, (tuple, list)):
+            return type(value)(move(item) for item in value)
+        return {key: move(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    model = subject.what.to(device=device, dtype=dtype)
+    options = {key: move(value) if key == "kwargs" else value for key, value in subject.options.items()}
+    return Subject(what=model, inputs=tuple(move(value) for value in subject.inputs), options=options)

@@ -1,0 +1,121 @@
+"""Finding what the user names on the command line: a function in a module or a file, or a script."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from recollect._cli.screen import fail
+
+_FORMS = "expected module:function, path/to/file.py:function or path/to/script.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A file that is run as a program."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A function that takes no arguments."""
+
+    name: str
+    call: Callable[[], Any]
+
+
+def find_target(text: str) -> Script | Function:
+    """What the text names. Imports its module, with the folder that Python itself would look in first.
+
+    A module is looked for from the current folder on, as `python -m` does; what a file imports, from its own folder on,
+    as `python file.py` does.
+
+    Raises:
+        typer.Exit: there is no such thing; said on standard error.
+    """
+    if Path(text).is_file():
+        return Script(path=Path(text))
+    where, colon, name = text.rpartition(":")
+    if not colon or not where:
+        if text.endswith(".py"):
+            _refuse_path(Path(text))
+        fail(f"target {text!r}: {_FORMS}")
+    is_file = where.endswith(".py") or len(Path(where).parts) > 1
+    module = _load_file(Path(where)) if is_file else _load_module(where)
+    return Function(name=text, call=_check_arguments(_find_function(module, name, where), text))
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        here = [path.stem for path in Path().iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+        near = _nearest(error.name or name, here)
+        fail(f"there is no module {error.name!r}, in {Path.cwd()} or installed{near}")
+    return module
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        _refuse_path(path)
+    sys.path.insert(0, str(path.resolve().parent))
+    name = path.stem if path.stem not in sys.modules and path.stem.isidentifier() else f"_file_{abs(hash(path))}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        fail(f"{path} is no Python file: {_FORMS}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find_function(module: ModuleType, name: str, where: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            its = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            own = [key for key in its if getattr(vars(found)[key], "__module__", None) == module.__name__]
+            near = _nearest(part, its) or (f"; it has {', '.join(own)}" if own else "")
+            fail(f"{where} has no {part!r}{near}")
+        found = getattr(found, part)
+    if not callable(found):
+        kind = type(found).__name__
+        fail(f"{name!r} of {where} is a {kind}, and a function is needed, which is called without arguments")
+    return found
+
+
+def _check_arguments(function: Callable[..., Any], text: str) -> Callable[[], Any]:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # built in, without a signature
+        return function
+    try:
+        signature.bind()
+    except TypeError:
+        fail(
+            f"{text} takes arguments, {signature}, and is called without any: "
+            "name a function that makes the model and its inputs, and returns them or runs the step"
+        )
+    return function
+
+
+def _refuse_path(path: Path) -> NoReturn:
+    folder = path.parent
+    if not folder.is_dir():
+        fail(f"there is no file {path}, nor a folder {folder}")
+    fail(f"there is no file {path}{_nearest(path.name, [entry.name for entry in folder.glob('*.py')])}")
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,63 @@
+"""`recollect demo`: what it promises holds: less memory, the same training, and a report that can be opened."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from recollect._cli import small_gpt
+from recollect._core.calls import Phase
+from recollect._core.graph import Profile
+from tests.cli.conftest import Invoke
+
+pytest.importorskip("typer")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of a smaller batch show the same."""
+    monkeypatch.setattr(small_gpt, "STEPS", 2)
+    monkeypatch.setattr(small_gpt, "BATCH", 4)
+
+
+def test_the_demo_shows_less_memory_and_the_same_training(
+    invoke: Invoke, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[Profile, Profile]] = []
+
+    def report(profile: Profile, to: Path, *, against: Profile, top: int) -> None:
+        compared.append((against, profile))
+        to.write_text("<html>", "utf-8")
+
+    monkeypatch.setattr("recollect._cli.report.make_report", report)
+    done = invoke("demo", "--quiet")
+    assert done.code == 0, done.err
+    names = ("plain", "recollect", "with policy")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if "│" in line]
+    peaks = {row[0]: float(row[2].split()[0]) for row in rows if row[0] in names}
+    assert peaks["recollect"] < peaks["with policy"] < peaks["plain"]
+    assert [row[5] for row in rows if row[0] in names] == ["", "0", "0"]
+    assert "All 3 losses are equal." in done.out
+    assert str(folder / "recollect-demo.html") in done.out
+    ((before, after),) = compared
+    assert (before.name, after.name) == ("plain", "recollect")
+    assert after.peak_bytes < before.peak_bytes
+    assert Phase.RECOMPUTATION in {call.phase for call in after.calls}
+    assert Phase.RECOMPUTATION not in {call.phase for call in before.calls}
+
+
+def test_the_demo_ends_with_a_page(invoke: Invoke, folder: Path) -> None:
+    done = invoke("demo", "--quiet", "--html", "page.html")
+    assert done.code == 0, done.err
+    assert "<html" in (folder / "page.html").read_text("utf-8")
+
+
+def test_the_page_of_the_demo_needs_an_ending_that_says_so(invoke: Invoke) -> None:
+    done = invoke("demo", "--html", "page.txt")
+    expected = "error: page.txt: the ending of a file says what to write; expected .html\n"
+    assert (done.code, done.err) == (2, expected)
+
+
+def test_the_text_it_learns_from_is_sums() -> None:
+    for sum_ in small_gpt.write_sums(200).split("; ")[:-1]:
+        assert re.fullmatch(r"\d+\+\d+=\d+", sum_)

@@ -1,0 +1,153 @@
+"""The command line as a program: help, version, completion, exit codes, and what it does when it is cut short."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from recollect._cli import main as entry
+from recollect._cli.endings import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE, end_quietly
+from tests.cli.commands import environment, recollect
+from tests.cli.conftest import Invoke
+
+ESCAPE = "\x1b"
+COMMANDS = ("profile", "report", "doctor", "demo")
+
+pytest.importorskip("typer")
+
+
+def test_the_program_says_its_version_and_that_of_torch(folder: Path) -> None:
+    done = recollect("--version", folder=folder)
+    assert done.code == 0
+    assert re.fullmatch(rf"recollect .+, torch {re.escape(torch.__version__)}\n", done.out)
+
+
+def test_piped_help_names_all_commands_and_has_no_escape_codes(folder: Path) -> None:
+    done = recollect("--help", folder=folder)
+    assert done.code == 0
+    assert all(command in done.out for command in COMMANDS)
+    assert "Exit codes" in done.out
+    assert ESCAPE not in done.out + done.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself_with_examples(invoke: Invoke, command: str) -> None:
+    done = invoke(command, "--help")
+    assert done.code == 0
+    assert "Examples" in done.out
+    assert f"recollect {command}" in done.out
+
+
+def test_help_of_profile_tells_the_convention_and_the_exit_codes(invoke: Invoke) -> None:
+    text = " ".join(re.sub(r"[│•]", " ", invoke("profile", "--help").out).split())
+    assert "a model, or (model, *inputs)" in text
+    assert "anything else: the function itself was the step" in text
+    assert "Exit codes: 0 done, 1 the code of the target failed or has no step to profile, 2 wrong usage." in text
+
+
+def test_no_command_at_all_shows_the_help(invoke: Invoke) -> None:
+    assert "Usage: recollect" in invoke().out
+
+
+@pytest.mark.parametrize("args", [["no-such-command"], ["profile"], ["profile", "train.py", "--no-such-option"]])
+def test_wrong_usage_has_exit_code_2(invoke: Invoke, args: list[str]) -> None:
+    done = invoke(*args)
+    assert done.code == WRONG_USAGE
+    assert done.out == ""
+    assert done.err != ""
+
+
+def test_a_terminal_without_colours_gets_none(folder: Path) -> None:
+    coloured = recollect("--help", folder=folder, variables={"FORCE_COLOR": "1"})
+    assert re.search(r"\x1b\[[0-9;]*3[0-9]m", coloured.out)
+    plain = recollect("--help", folder=folder, variables={"FORCE_COLOR": "1", "NO_COLOR": "1"})
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain.out)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_is_printed(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.setenv("_RECOLLECT_COMPLETE", f"source_{shell}")
+    done = invoke()
+    assert done.code == 0
+    assert "_RECOLLECT_COMPLETE" in done.out
+
+
+def test_the_shell_completes_commands(folder: Path) -> None:
+    variables = {"_RECOLLECT_COMPLETE": "complete_bash", "COMP_WORDS": "recollect d", "COMP_CWORD": "1"}
+    done = recollect(folder=folder, variables=variables)
+    assert done.out.split() == ["doctor", "demo"]
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_libraries_the_program_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == WRONG_USAGE
+    expected = f'the command line needs {missing}, not installed here: pip install "recollect[cli]"\n'
+    assert capsys.readouterr().err == expected
+
+
+def test_an_interrupted_command_ends_with_130_and_no_traceback(folder: Path) -> None:
+    (folder / "slow.py").write_text("import time\nprint('running', flush=True)\ntime.sleep(60)\n", "utf-8")
+    command = [sys.executable, "-m", "recollect", "profile", "slow.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "")
+
+
+def test_output_that_nobody_reads_ends_the_command_quietly(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "recollect", "profile", "train.py:make_model", "--json", "-"]
+    with open(writer, "wb") as out:  # noqa: PTH123 (a number, no path)
+        done = subprocess.run(
+            command, cwd=folder, env=environment(), stdout=out, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (PIPE_CLOSED, "")
+
+
+def test_other_errors_pass_through_the_quiet_ending() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        end_quietly(broken)()
+
+
+def test_the_program_loads_no_command_line_library_before_it_runs() -> None:
+    program = "import sys, recollect, recollect._cli.main; print({'typer', 'rich', 'click'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment()
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_progress_shows_only_where_there_is_a_terminal_and_patience_is_used_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from recollect._cli import screen
+
+    monkeypatch.setattr(screen, "_PATIENCE_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = {}
+    for is_terminal, quiet in ((True, False), (True, True), (False, False)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setenv("FORCE_COLOR", "1") if is_terminal else monkeypatch.delenv("FORCE_COLOR")
+        with screen.show_progress("counting", quiet=quiet) as show:
+            time.sleep(0.1)
+            show(1, 2)
+        shown[is_terminal, quiet] = "counting" in capfd.readouterr().err
+    assert shown == {(True, False): True, (True, True): False, (False, False): False}
