@@ -18,6 +18,7 @@ from recollect._core.graph import Profile
 from recollect._core.plans import Choice, Plan
 from recollect._core.scope import is_recomputing, name, region
 from recollect._fit.explain import explain
+from recollect._fit.oom.watch import OomReport, on_oom
 from recollect._fit.profile import profile
 from recollect._fit.report import report
 from recollect._fit.saved import print_saved
@@ -35,6 +36,7 @@ __all__ = [
     "CompileError",
     "Decision",
     "MismatchError",
+    "OomReport",
     "Plan",
     "Profile",
     "RecollectError",
@@ -48,6 +50,7 @@ __all__ = [
     "graph_rng",
     "is_recomputing",
     "name",
+    "on_oom",
     "partitioner",
     "policies",
     "print_saved",

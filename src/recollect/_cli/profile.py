@@ -24,7 +24,7 @@ from recollect._cli.target import Function, find_target
 from recollect._cli.users_code import users_code
 from recollect._core.calls import Phase
 from recollect._core.graph import Profile
-from recollect._fit.oom import on_oom
+from recollect._fit.oom.watch import on_oom
 from recollect._profile.roofline import find_device
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}

@@ -20,6 +20,12 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+# Where torch.compile leaves calls of modules to eager code, it shall compile ours no more than torch's own: neither the
+# wrapper nor, whatever they call, the methods of listeners.
+_frames = torch._C._dynamo.eval_frame
+_LEAVE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+_LEAVE_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
 
 class Listener(Protocol):
     """Whoever is told of calls, on the thread that makes them."""
@@ -44,7 +50,11 @@ class Watch:
     def start(self) -> None:
         """Begin to tell."""
         with _lock:
+            listener = type(self._listener)
+            for method in (listener.enter, listener.leave, listener.fail):
+                _frames.set_code_exec_strategy(method.__code__, _LEAVE_ALL)
             self._wrapper = _wrap(nn.Module._call_impl, self._listener)
+            _frames.set_code_exec_strategy(self._wrapper.__code__, _LEAVE)
             nn.Module._call_impl = self._wrapper  # type: ignore[method-assign]
 
     def stop(self) -> None:
@@ -73,10 +83,6 @@ def _wrap(beneath: Callable[..., Any], listener: Listener) -> Callable[..., Any]
             if entry is not None:
                 told.leave(entry)
 
-    # Where torch.compile leaves calls of modules to eager code, it compiles ours no more than torch's own.
-    frames = torch._C._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(watched.__code__, strategy)
     about = vars(watched)
     about.update(listener=listener, beneath=beneath)
     return watched

@@ -1,0 +1,1 @@
+"""When memory runs out: what was alive, where it ran out, and what would have made room."""

@@ -1,0 +1,384 @@
+"""`on_oom`: when memory runs out, say what was alive, where it ran out, and what would have made room."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import ParamSpec, Protocol, Self, TypeVar, runtime_checkable
+
+from torch import distributed, nn
+
+from recollect._core.calls import Phase
+from recollect._core.torch_private.alarms import Alarm, running_node
+from recollect._core.torch_private.traces import running_module
+from recollect._core.units import count_noun, format_bytes, list_some
+from recollect._fit.oom.alive import Alive, find_alive
+from recollect._fit.oom.error import Shortage, read_shortage
+from recollect._fit.oom.place import Place, find_place
+from recollect._fit.oom.remedies import Remedy, find_remedies
+from recollect._fit.oom.text import format_report
+from recollect._profile.tracks import Tracks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = logging.getLogger("recollect")
+_SEEN = "__recollect_oom__"
+"""What we note at an exception, so that it is looked at once and reported once: an `Alive`, later a report."""
+_TOP = 12
+_REST = 10  # times as long as a look at a device took, there is no other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomReport:
+    """A step that ran out of memory. Plain data, holds no tensor; printed, it is a text of 80 columns."""
+
+    message: str
+    """What the exception says, its first line."""
+    phase: Phase
+    module: str
+    """Path of the module in which it happened, from the model; in backward, of the one whose forward was
+    differentiated. Empty for the model itself, and outside of modules, where `kind` is empty too."""
+    kind: str
+    """That module's class."""
+    line: str
+    """The user's line: in forward the one that ran; in backward the one that was differentiated, if known."""
+    stack: tuple[str, ...]
+    """The user's lines that were running, innermost first."""
+    is_exact: bool
+    """Whether module and line are certain. Of backward they are those of the last node that has not been freed."""
+    device: str
+    requested_bytes: int | None
+    total_bytes: int | None
+    """What the device has, or what the process is allowed of it; the allocator's numbers are None if it gave none."""
+    allocated_bytes: int | None
+    unused_bytes: int | None
+    """Reserved by the allocator, in pieces that were too small."""
+    missing_bytes: int | None
+    """What would have had to be freed; all of the request, if it is not known what was free."""
+    is_fragmentation: bool
+    """Whether there was enough, in pieces."""
+    alive: Alive
+    remedies: tuple[Remedy, ...]
+    """Modules to recompute; what is enough first, what runs fewest operators again first among those."""
+    notes: tuple[str, ...]
+    rank: int | None
+    """Of this process, among several."""
+
+    @property
+    def rest_bytes(self) -> int | None:
+        """What was allocated beyond all that was found: temporaries, gradients on their way, workspaces."""
+        return None if self.allocated_bytes is None else max(0, self.allocated_bytes - self.alive.known_bytes)
+
+    def __str__(self) -> str:
+        """The text that `on_oom` prints."""
+        return format_report(self, top=_TOP)
+
+
+@runtime_checkable
+class _Stream(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+
+class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
+    """Say, when memory runs out, what was alive by module and line, where it ran out, and what would have made room.
+
+    Around a step or a whole training loop, as a decorator of a function, or once at the start of a script by
+    `install`, for what no one catches. The exception goes on to whoever catches it, the same object; nothing is kept
+    alive. Other exceptions are not touched. It serves devices' allocators and the host's (`MemoryError` and torch's
+    own), and needs no device memory. If the report fails, that is logged under ``recollect``.
+
+    While nothing fails it notes each call of a module, about 2 µs each, on all threads; inside code of torch.compile
+    nothing. Host memory for that is bounded (about 13 MB in long steps). When memory runs out it takes up to
+    some seconds to look around.
+
+    Args:
+        misplaced: nothing belongs here.
+        to: a stream to write to (by default ``sys.stderr``), or a function that is given the `OomReport`.
+        top: how many rows to print of what is held for backward.
+
+    Raises:
+        TypeError: `to` is neither, or is not given by name.
+        ValueError: `top` is negative.
+
+    >>> import torch, recollect
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256))
+    ...     def forward(self, x):
+    ...         x = self.body(x)
+    ...         return x.new_empty(10**15)
+    >>> model = Net()
+    >>> reports = []
+    >>> with recollect.on_oom(to=reports.append):
+    ...     loss = model(torch.ones(64, 256))
+    Traceback (most recent call last):
+    ...
+    RuntimeError: ... can't allocate memory: you tried to allocate 4000000000000000 bytes. ...
+    >>> print(reports[0])
+    recollect.on_oom: out of memory on cpu in forward of Net, ...
+      asked for 3637.98 TiB
+    ...
+    held for backward, by module and line that made it
+    ...
+    >>> [row.bytes for row in reports[0].alive.saved if row.module == "body.1"]
+    [65536]
+    """
+
+    def __init__(
+        self, *misplaced: object, to: _Stream | Callable[[OomReport], object] | None = None, top: int = _TOP
+    ) -> None:
+        if misplaced:
+            message = "recollect.on_oom takes its options by name. As a decorator it is written with parentheses: "
+            message += "@recollect.on_oom()"
+            raise TypeError(message)
+        if to is not None and not callable(to) and not isinstance(to, _Stream):
+            message = (
+                f"to={to!r}: expected a stream, such as sys.stderr or an open file, or a function of the report, "
+                f"not {type(to).__name__}"
+            )
+            raise TypeError(message)
+        if top < 0:
+            message = f"top={top}: expected 0 or more"
+            raise ValueError(message)
+        self._to = to
+        self._top = top
+        self._tracks = Tracks(self._look)
+        self._alarm = Alarm(self._look_at_device)
+        self._sighting: tuple[str, Alive] | None = None  # what a device's alarm saw, and of which device
+        self._rests_until_s = 0.0
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._hooks: _ExceptHooks | None = None
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                self._tracks.start()
+                self._alarm.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self._report(error, trace)
+        finally:
+            with self._lock:
+                self._entered -= 1
+                if self._entered == 0:
+                    self._alarm.stop()
+                    self._tracks.stop()
+                    self._sighting = None
+
+    def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
+        """The function, watched at each call."""
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            message = f"on_oom cannot watch {fn.__qualname__}, which is a generator or coroutine: "
+            message += "write `with recollect.on_oom():` inside of it"
+            raise TypeError(message)
+
+        @functools.wraps(fn)
+        def watched(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self:
+                return fn(*args, **kwargs)
+
+        return watched
+
+    def install(self) -> Self:
+        """Watch from now on, and report what no one catches: after its traceback, as Python ends or a thread does.
+
+        For a script, once at its start. Notebooks catch everything themselves: use ``with`` there.
+
+        Returns:
+            This object; its `remove` ends it.
+        """
+        if self._hooks is None:
+            self.__enter__()
+            self._hooks = _ExceptHooks(self._report)
+        return self
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.remove()
+            self.__exit__(None, None, None)
+
+    def _look(self, module: nn.Module, error: BaseException) -> None:
+        """A module has raised: if it is for want of memory, look at what is alive before more of it goes."""
+        try:
+            shortage = None if hasattr(error, _SEEN) else read_shortage(error)
+            if shortage is not None:
+                _note(error, self._take_sighting(shortage) or find_alive(self._tracks, shortage.device, module))
+        except Exception:
+            _log_failure()
+
+    def _look_at_device(self, index: int) -> None:
+        """A device has no memory left: look at what is alive before anything of it goes; the exception will follow."""
+        start_s = time.monotonic()
+        self._sighting = None
+        if start_s < self._rests_until_s:
+            return
+        try:
+            device, module = f"cuda:{index}", running_module()
+            node = running_node() if module is None else None
+            alive = find_alive(self._tracks, device, module, node=node)
+            self._sighting = (device, replace(alive, is_exact=node is not None))
+        except Exception:
+            _log_failure()
+        # Libraries try for memory and do with less (cuDNN, when it compares kernels): not all the time for that.
+        end_s = time.monotonic()
+        self._rests_until_s = end_s + _REST * (end_s - start_s)
+
+    def _take_sighting(self, shortage: Shortage) -> Alive | None:
+        """What the alarm saw, if it was of the exception's device. It is older than anything that can be seen now."""
+        sighting, self._sighting = self._sighting, None
+        return sighting[1] if sighting is not None and sighting[0] == shortage.device else None
+
+    def _report(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Report an exception that is for want of memory, or was caused by one that is, if no one has yet."""
+        try:
+            found = _find_shortage(error)
+            if found is None:
+                return
+            error, shortage = found
+            seen = getattr(error, _SEEN, None)
+            if isinstance(seen, OomReport):
+                return
+            seen = seen or self._take_sighting(shortage)
+            report = _make_report(shortage, seen, self._tracks, error.__traceback__ or trace)
+            _note(error, report)
+            if callable(self._to):
+                self._to(report)
+            else:
+                stream = sys.stderr if self._to is None else self._to
+                stream.write(format_report(report, top=self._top))
+        except Exception:
+            _log_failure()
+
+
+def _note(error: BaseException, what: Alive | OomReport) -> None:
+    with suppress(Exception):  # a class that takes no attributes; it is then reported by each on_oom that sees it
+        setattr(error, _SEEN, what)
+
+
+def _log_failure() -> None:
+    """Say that the report failed, as text: a log may keep what it is given, and exceptions hold frames."""
+    kind, error, _ = sys.exc_info()
+    why = "".join(traceback.format_exception_only(kind, error)).strip()
+    _log.warning("recollect.on_oom could not report that memory ran out: %s", why)
+
+
+def _find_shortage(error: BaseException) -> tuple[BaseException, Shortage] | None:
+    """The exception, or what it was raised from, that is for want of memory."""
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        shortage = read_shortage(cause)
+        if shortage is not None:
+            return cause, shortage
+        seen.add(id(cause))
+        cause = cause.__cause__
+    return None
+
+
+def _make_report(shortage: Shortage, alive: Alive | None, tracks: Tracks, trace: TracebackType | None) -> OomReport:
+    place = find_place(trace)
+    if alive is None:
+        alive = find_alive(tracks, shortage.device, node=place.node)
+    is_backward = place.phase is Phase.BACKWARD
+    missing = shortage.missing_bytes
+    return OomReport(
+        message=shortage.message,
+        phase=place.phase,
+        module=alive.failed_module,
+        kind=alive.failed_kind,
+        line=alive.failed_line if is_backward else place.line,
+        stack=place.stack,
+        is_exact=not is_backward or place.is_exact or alive.is_exact,
+        device=shortage.device,
+        requested_bytes=shortage.requested_bytes,
+        total_bytes=shortage.total_bytes,
+        allocated_bytes=shortage.allocated_bytes,
+        unused_bytes=shortage.unused_bytes,
+        missing_bytes=missing,
+        is_fragmentation=shortage.is_fragmentation,
+        alive=alive,
+        remedies=find_remedies(
+            alive.candidates,
+            missing_bytes=missing,
+            failed_module=alive.failed_module,
+            is_forward=place.phase is Phase.FORWARD,
+        ),
+        notes=tuple(_find_notes(alive, place)),
+        rank=distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None,
+    )
+
+
+def _find_notes(alive: Alive, place: Place) -> Iterator[str]:
+    """What a reader has to know to judge the numbers."""
+    if place.phase is Phase.OPTIMIZER:
+        yield (
+            "memory ran out in the optimiser's step, where activations are mostly gone: recomputing modules does not "
+            "help there. Its state and its temporaries have to become smaller (foreach=False, fused=True, sharding)."
+        )
+    if alive.calls > 1:
+        yield (
+            f"graphs of {alive.calls} calls of {alive.model} are alive. If you do not add up losses before backward, "
+            "something keeps an earlier result: append loss.item() or loss.detach() to lists, not the loss."
+        )
+    if alive.compiled:
+        yield "compiled code is one node of its graph: which module inside of it holds what cannot be told."
+    if alive.forgotten:
+        yield f"regions have let go of {count_noun(alive.forgotten, 'tensor')}, to be recomputed."
+    if alive.unplaced_bytes:
+        size = format_bytes(alive.unplaced_bytes)
+        yield f"{size} of what is held was made before on_oom was entered; its modules are not known."
+    if alive.opaque:
+        names = list_some([f"{name} ({count})" for name, count in alive.opaque], most=4)
+        yield f"these nodes may hold more than Python can see: {names}."
+
+
+class _ExceptHooks:
+    """Reports exceptions that no one catches, after whatever hooks were there before have shown them."""
+
+    def __init__(self, report: Callable[[BaseException, TracebackType | None], None]) -> None:
+        self._report: Callable[[BaseException, TracebackType | None], None] | None = report
+        self._before, self._before_in_threads = sys.excepthook, threading.excepthook
+        self._mine, self._mine_in_threads = self._see, self._see_in_thread  # one bound method each, to know them by
+        sys.excepthook, threading.excepthook = self._mine, self._mine_in_threads
+
+    def _see(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            self._before(kind, error, trace)
+        finally:
+            if self._report is not None:
+                self._report(error, trace)
+
+    def _see_in_thread(self, found: threading.ExceptHookArgs) -> None:
+        try:
+            self._before_in_threads(found)
+        finally:
+            if self._report is not None and found.exc_value is not None:
+                self._report(found.exc_value, found.exc_traceback)
+
+    def remove(self) -> None:
+        """Put back what was there; where others have put theirs over ours, ours only passes on."""
+        self._report = None
+        if sys.excepthook is self._mine:
+            sys.excepthook = self._before
+        if threading.excepthook is self._mine_in_threads:
+            threading.excepthook = self._before_in_threads
