@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,13 @@ from recollect._core.torch_private.pytree import tree_leaves
 from recollect._fit.step import StepProfiler, device_of
 from recollect._profile.search import find_generators, find_modules, find_optimizers
 
-if TYPE_CHECKING:
-    from recollect._profile.optimizer import Kind
-
 
 def profile(  # noqa: PLR0913 (all but the first are for some)
     step_or_model: Callable[..., Any],
     *inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Kind | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     dry: bool = False,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,

@@ -51,7 +51,7 @@ class OomReport:
     kind: str
     """That module's class."""
     line: str
-    """The user's line: in forward the one that ran; in backward the one that was differentiated, if known."""
+    """Of the user's code, in forward the one that ran; in backward the one that was differentiated, if known."""
     stack: tuple[str, ...]
     """The user's lines that were running, innermost first."""
     is_exact: bool
@@ -76,7 +76,7 @@ class OomReport:
 
     @property
     def rest_bytes(self) -> int | None:
-        """What was allocated beyond all that was found: temporaries, gradients on their way, workspaces."""
+        """What was allocated beyond all that was found, as temporaries, gradients on their way, workspaces."""
         return None if self.allocated_bytes is None else max(0, self.allocated_bytes - self.alive.known_bytes)
 
     def __str__(self) -> str:
