@@ -977,6 +977,7 @@ def device_report(step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> O
 def test_a_device_running_out_in_forward_is_reported(
     limit: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    of_others = torch.cuda.memory_allocated()  # libraries' workspaces, and what tests before this one left
     net = OomNet(width=512, layers=12).cuda()
     data = torch.ones(4096, 8, device="cuda")  # a block holds 88 MiB
     net(data[:8]).sum().backward()
@@ -987,7 +988,7 @@ def test_a_device_running_out_in_forward_is_reported(
     assert report.alive.saved_bytes > 300 * MEBIBYTE
     assert report.rest_bytes is not None
     assert report.allocated_bytes is not None
-    assert report.rest_bytes < 0.2 * report.allocated_bytes
+    assert report.rest_bytes - of_others < 0.2 * report.allocated_bytes
     assert "layers.*" in {remedy.pattern for remedy in report.remedies if remedy.is_enough}
     recollect.apply(net)
     net(data).sum().backward()  # what it says makes it fit
