@@ -1,14 +1,11 @@
 """A profiled step: exact bytes, right places, and everything as it was found."""
 
-import copy
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,11 +16,11 @@ from recollect import Profile, policies
 from recollect._core.calls import Category, OpCall, Phase
 from recollect._core.graph import Clock
 from recollect._core.timeline import Timeline
-from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._fit.saved import describe_saved
 from recollect._profile.memory import LiveBytes
 from tests.corpus import CASES, Call, Case
+from tests.fit.states import assert_same, state_of
 from tests.models import GPT, MODELS
 
 RULES: dict[str, Any] = {
@@ -56,39 +53,6 @@ def seen_peak(profile: Profile) -> int:
         for storage in profile.storages
     ]
     return Timeline(known, profile.calls).peak_bytes
-
-
-def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that must be as it was found."""
-    return {
-        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "parameters": [id(parameter) for parameter in model.parameters()],
-        "buffers": [id(buffer) for buffer in model.buffers()],
-        "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()],
-        "cpu": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False)["state"],
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
-        "training": [module.training for module in model.modules()],
-        "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
-    }
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        assert (one == other).all()
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
 
 
 def calls(profile: Profile, phase: Phase) -> list[OpCall]:
@@ -488,78 +452,6 @@ def test_autocast_dropout_and_in_place_are_seen() -> None:
     assert any(call.is_random for call in found.calls)
     relu = next(call for call in found.calls if call.op == "aten.relu_.default")
     assert relu.writes == (relu.inputs[0].storage,) == (relu.outputs[0].storage,)
-
-
-# As it was found.
-
-
-class Stateful(nn.Module):
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        x.mul_(1.5)
-        noise = random.random() + np.random.rand()
-        total: Tensor = (self.layers(x) * noise).sum()
-        return total
-
-
-class FailureError(Exception):
-    pass
-
-
-class FailAt(DispatchMode):
-    """Raises at one operator."""
-
-    def __init__(self, left: int) -> None:
-        super().__init__()
-        self.left = left
-
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise FailureError
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("has_gradients", [False, True])
-def test_everything_is_as_it_was_found(has_gradients: bool) -> None:
-    torch.manual_seed(0)
-    model, x = Stateful(), torch.randn(8, 4)
-    if has_gradients:
-        model(x.clone()).backward()
-    before, given = state_of(model), x.clone()
-    recollect.profile(model, x)
-    assert_same(state_of(model), before)
-    assert torch.equal(x, given)
-
-
-@pytest.mark.parametrize("at", range(0, 100, 3))
-def test_everything_is_as_it_was_found_after_a_failure_at_any_operator(at: int) -> None:
-    torch.manual_seed(0)
-    model, x = Stateful(), torch.randn(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(x.clone()).backward()
-    optimizer.step()
-
-    def step() -> None:
-        with FailAt(at):
-            optimizer.zero_grad()
-            model(x).backward()
-            optimizer.step()
-        raise FailureError
-
-    before, given = state_of(model, optimizer), x.clone()
-    with pytest.raises(FailureError):
-        recollect.profile(step)
-    assert_same(state_of(model, optimizer), before)
-    assert torch.equal(x, given)
-    assert recollect._core.scope.watcher.get() is None  # type: ignore[attr-defined]
 
 
 def test_a_profiled_step_holds_no_activation_alive() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from recollect._apply.function import name_of
 from recollect._core.graph import Profile
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._fit.step import StepProfiler, device_of
-from recollect._profile.search import find_generators, find_modules, find_optimizers
+from recollect._profile.search import find_modules, find_optimizers
 
 
 def profile(  # noqa: PLR0913 (all but the first are for some)
@@ -90,13 +91,14 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     make = functools.partial(
         StepProfiler, modules, name=name or name_of(step_or_model), optimizer=optimizer, progress=progress
     )
+    _check_lazy(modules)
     here = device_of(modules, values)
     if here.type == "meta" and (not dry or device is None):
         what = "say which device to estimate for: device='H100'" if dry else "only a dry profile can be had: dry=True"
         message = f"{name_of(step_or_model)} is on meta, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
-        with make(optimizers, inputs=[values, find_generators(step_or_model, values)]) as profiler:
+        with make(optimizers, inputs=values) as profiler:
             if isinstance(step_or_model, nn.Module):
                 profiler.clear_gradients()
             _run(step_or_model, inputs, given, loss)
@@ -121,6 +123,17 @@ def _check(step_or_model: object, optimizer: object) -> None:
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
         message = f"optimizer={reprlib.repr(optimizer)}: expected one of torch.optim, an instance or a class"
         raise TypeError(message)
+
+
+def _check_lazy(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        for path, parameter in module.named_parameters():
+            if is_lazy(parameter):
+                message = (
+                    f"parameter '{path}' of {type(module).__name__} is lazy: the first call makes it, which cannot be "
+                    "undone. Call the model once before it is profiled"
+                )
+                raise ValueError(message)
 
 
 def _run(

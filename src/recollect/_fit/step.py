@@ -28,7 +28,6 @@ from recollect._recompute.rng import (
     accelerator,
     accelerator_started,
     put_back,
-    source_of,
     source_of_cpu,
     source_of_device,
     sources_by_request,
@@ -47,7 +46,7 @@ class StepProfiler:
     Args:
         modules: whose parameters and buffers are counted, named, and put back.
         optimizers: whose state is.
-        inputs: tensors that the step is given, and random generators; in any containers.
+        inputs: tensors that the step is given, in any containers.
         name: what reports call it.
         optimizer: what to count the state of, and to let step on fake tensors, if no optimiser steps in between.
         dry: what the step runs on, if its tensors are fake.
@@ -87,8 +86,6 @@ class StepProfiler:
             progress=None if progress is None else lambda done: progress(done, None),
         )
         self._known = Known(device=self._device)
-        generators = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Generator)]
-        self._sources = [*_generators(), *map(source_of, generators)]
         self._states: list[tuple[Source, Any]] = []
         self._notes: list[str] = []
         self._stepped = ""
@@ -96,7 +93,7 @@ class StepProfiler:
         self.profile: Profile
 
     def __enter__(self) -> Self:
-        self._states = [(source, source.read()) for source in self._sources]
+        self._states = [(source, source.read()) for source in _generators()]
         self._rules = describe_rules(self._modules)
         if self._restores:
             for module in self._modules:

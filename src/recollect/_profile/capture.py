@@ -149,7 +149,7 @@ class Capture(DispatchMode):
         self._workspace, self._progress = workspace, progress
         self._scopes = Scopes()
         self._lock = threading.RLock()
-        self._stepping = 0
+        self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimiser began to step
         self._saw_regions = False
         self._flops: dict[tuple[Any, ...], int] = {}
         self._passes: set[int] = set()
@@ -202,8 +202,8 @@ class Capture(DispatchMode):
             self._note_node(node)
         sequence = next_sequence() - 1
         written = _written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
-        if written and self._snapshot is not None:
-            self._keep_aside(written)
+        if self._snapshot is not None and (written or operator.is_random):
+            self._keep_aside(written, kwargs)
         started = self.timer.start()
         result = func(*args, **kwargs)
         span = self.timer.stop(started)
@@ -224,8 +224,12 @@ class Capture(DispatchMode):
             for storage, device in storages_of(result):
                 self.storages.number(storage, device, at)
 
-    def _keep_aside(self, written: Sequence[Tensor]) -> None:
+    def _keep_aside(self, written: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+        """Memory that is about to be written into, and generators that are about to be drawn from."""
         assert self._snapshot is not None
+        for value in kwargs.values():
+            if isinstance(value, torch.Generator):
+                self._snapshot.note_generator(value)
         with self._lock:
             self.storages.settle(len(self.calls))
             found = [one for tensor in written for one in storages_of(tensor) if self.storages.was_there(one)]
@@ -260,7 +264,7 @@ class Capture(DispatchMode):
             self._saw_regions = True
         if call.run is not None:
             call.phase, call.sequence = Phase.RECOMPUTATION, -1
-        elif self._stepping:
+        elif self._stepping and self._stepping[-1] == current_pass() and not torch.is_grad_enabled():
             call.phase, call.sequence = Phase.OPTIMIZER, -1
         elif node is not None:
             replayed = self._replay_of() if self._saw_regions else None
@@ -358,10 +362,11 @@ class Capture(DispatchMode):
         self._note_gradients()
         if self._snapshot is not None:
             self._snapshot.note_optimizer(optimizer)
-        self._stepping += 1
+        self._stepping.append(current_pass())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepping -= 1
+        if self._stepping:
+            self._stepping.pop()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.note_states(tensors_of_optimizer(optimizer))
@@ -375,12 +380,12 @@ class Capture(DispatchMode):
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
-        """What is called inside is the optimiser's, whoever calls it."""
-        self._stepping += 1
+        """What is called inside with grad mode off is the optimiser's, whoever calls it."""
+        self._stepping.append(current_pass())
         try:
             yield
         finally:
-            self._stepping -= 1
+            self._stepping.pop()
 
 
 def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -1,16 +1,18 @@
-"""Which modules, optimisers and generators a step works with: those it is given, closes over, or names."""
+"""Which modules and optimisers a step works with: those it, or a function it calls, is given, closes over or names."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 T = TypeVar("T")
+
+_DEEPEST = 4  # functions that call each other
 
 
 def find_modules(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Module]:
@@ -28,11 +30,6 @@ def find_modules(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Mod
 def find_optimizers(step: Callable[..., Any], values: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """The optimisers among a step's arguments and surroundings."""
     return _unique(_of_kind(torch.optim.Optimizer, [*values, *_surroundings(step)]))
-
-
-def find_generators(step: Callable[..., Any], values: Iterable[Any]) -> list[torch.Generator]:
-    """The random generators among a step's arguments and surroundings."""
-    return _unique(_of_kind(torch.Generator, [*values, *_surroundings(step)]))
 
 
 def _unique(found: Iterable[T]) -> list[T]:
@@ -53,9 +50,35 @@ def _of_kind(kind: type[T], values: Iterable[Any]) -> Iterator[T]:
 
 
 def _surroundings(step: Any) -> list[Any]:
-    """What a callable is bound to, closes over, and names in its module."""
+    """What a callable is bound to, closes over, and names in its module; and so on for functions among these."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    pending = [(step, 0)]
+    while pending:
+        one, depth = pending.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        around = _around(one)
+        found += around
+        if depth < _DEEPEST:
+            pending += [(part, depth + 1) for part in around if _is_of_user(part)]
+    return found
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether a value is a function to look into: neither torch's nor ours."""
+    if isinstance(value, functools.partial):
+        return True
+    if not isinstance(value, (FunctionType, MethodType)):
+        return False
+    module = getattr(value, "__module__", None) or ""
+    return module.partition(".")[0] not in ("torch", "recollect")
+
+
+def _around(step: Any) -> list[Any]:
     if isinstance(step, functools.partial):
-        return [*step.args, *step.keywords.values(), *_surroundings(step.func)]
+        return [step.func, *step.args, *step.keywords.values()]
     found: list[Any] = [step]
     owner = getattr(step, "__self__", None)
     if owner is not None:
@@ -65,7 +88,7 @@ def _surroundings(step: Any) -> list[Any]:
     code = getattr(function, "__code__", None)
     if code is None:
         call = vars(type(step)).get("__call__")
-        return [*found, *_attributes(step), *(_surroundings(call) if hasattr(call, "__code__") else [])]
+        return [*found, *_attributes(step), *(_around(call) if hasattr(call, "__code__") else [])]
     for cell in getattr(function, "__closure__", None) or ():
         try:
             found.append(cell.cell_contents)

@@ -1,55 +1,67 @@
 """What a profiled step may change, kept aside before it does and put back after: memory, gradients, optimisers.
 
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
-copies nothing, and the device holds no second copy. Not seen: writes past the operators (through ``numpy`` or raw
-pointers), and Python objects other than the tables of modules and optimisers.
+copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
+step that gives them other memory (``p.data = ...``) keeps the old one alive. Not seen: writes past the operators
+(through ``numpy`` or raw pointers), and Python objects other than the tables of modules and optimisers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._profile.storages import Found
+from recollect._profile.contents import Contents
+from recollect._profile.storages import Found, storages_of
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_DEEPEST = 6  # states of optimisers are dicts of dicts, some with lists in them
 
 
 class Snapshot:
     """Keeps aside what is about to change; `restore` puts it back."""
 
     def __init__(self) -> None:
+        self._contents = Contents()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._gradients: dict[int, tuple[ref[Tensor], Tensor | None]] = {}
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[Any, Any], list[dict[str, Any]]]] = {}
+        self._gradients: dict[int, _Gradient] = {}
+        self._memory: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def note_module(self, module: nn.Module) -> None:
-        """Keep which tensors a module and its parts have, and their gradients."""
+        """Keep which tensors and parts a module has, their gradients and flags."""
         for part in module.modules():
-            for table in (part._parameters, part._buffers):  # noqa: SLF001
-                self._tables.append((table, dict(table)))
+            for name in _TABLES:
+                self._contents.note(vars(part).get(name))
+            self._modes.append((part, part.training))
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._memory.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
         for parameter in module.parameters():
             self.note_leaf(parameter)
 
     def note_leaf(self, leaf: Tensor) -> None:
         """Keep the gradient that a tensor has now; the first time counts. The tensor itself is not held."""
         known = self._gradients.get(id(leaf))
-        if known is None or known[0]() is not leaf:
-            self._gradients[id(leaf)] = (ref(leaf), leaf.grad)
+        if known is None or known.leaf() is not leaf:
+            self._gradients[id(leaf)] = _Gradient(leaf)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimiser's state and settings; the first time counts."""
-        if id(optimizer) not in self._optimizers:
-            state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
-            groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-            self._optimizers[id(optimizer)] = (optimizer, state, groups)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self.note_leaf(parameter)
+        self._contents.note(optimizer.state, depth=_DEEPEST)
+        self._contents.note(optimizer.param_groups, depth=_DEEPEST)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.note_leaf(parameter)
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """Keep the state of a generator that is about to be drawn from; the first time counts."""
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
 
     def before_write(self, found: Iterable[Found]) -> None:
         """These storages are about to be written into."""
@@ -60,8 +72,8 @@ class Snapshot:
 
     def clear_gradients(self) -> None:
         """Let the known leaves have no gradient, as after ``zero_grad``; `restore` gives theirs back."""
-        for weak, _ in self._gradients.values():
-            leaf = weak()
+        for gradient in self._gradients.values():
+            leaf = gradient.leaf()
             if leaf is not None:
                 leaf.grad = None
 
@@ -71,37 +83,50 @@ class Snapshot:
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        for table, before in self._tables:
-            if len(table) != len(before) or _differs(table, before):
-                table.clear()
-                table.update(before)
-        for weak, gradient in self._gradients.values():
-            leaf = weak()
-            if leaf is not None and leaf.grad is not gradient:
-                leaf.grad = gradient
-        for optimizer, state, groups in self._optimizers.values():
-            _restore_optimizer(optimizer, state, groups)
+        self._contents.restore()
+        for tensor, before, requires_grad in self._memory.values():
+            if not _is_same_memory(tensor, before):
+                tensor.data = before
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+        for module, training in self._modes:
+            module.training = training
+        for gradient in self._gradients.values():
+            gradient.restore()
+        for generator, state in self._generators.values():
+            generator.set_state(state)
 
 
-def _differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
-    return any(key not in table or table[key] is not value for key, value in before.items())
+class _Gradient:
+    """The gradient that a leaf had. One that is not strided has its memory exchanged when it is added to."""
+
+    __slots__ = ("_copy", "_gradient", "leaf")
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = ref(leaf)
+        self._gradient = leaf.grad
+        self._copy: Tensor | None = None
+        if self._gradient is not None and self._gradient.layout is not torch.strided:
+            self._copy = self._gradient.detach().clone()
+
+    def restore(self) -> None:
+        leaf = self.leaf()
+        if self._copy is not None and self._gradient is not None:
+            with torch.no_grad():
+                self._gradient.copy_(self._copy)
+        if leaf is not None and leaf.grad is not self._gradient:
+            leaf.grad = self._gradient
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
-    now = optimizer.state
-    for key in [key for key in now if key not in state]:
-        del now[key]
-    for key, value in state.items():
-        if isinstance(value, dict) and isinstance(now.get(key), dict):
-            now[key].clear()
-            now[key].update(value)
-        else:
-            now[key] = value
-    del optimizer.param_groups[len(groups) :]
-    for group, before in zip(optimizer.param_groups, groups, strict=False):
-        group.clear()
-        group.update(before)
-    optimizer.param_groups.extend(groups[len(optimizer.param_groups) :])
+def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    if (tensor.dtype, tensor.shape, tensor.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    ours, theirs = storages_of(tensor), storages_of(other)
+    same = len(ours) == len(theirs) and all(one is two for (one, _), (two, _) in zip(ours, theirs, strict=True))
+    is_strided = tensor.layout is torch.strided
+    return same and (
+        not is_strided or (tensor.stride(), tensor.storage_offset()) == (other.stride(), other.storage_offset())
+    )
 
 
 def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:

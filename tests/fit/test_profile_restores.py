@@ -1,0 +1,248 @@
+"""A profiled step leaves everything as it was found, whatever the step does, and also if it fails."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect._core.calls import Phase
+from recollect._core.scope import watcher
+from recollect._core.torch_private.dispatch import DispatchMode
+from tests.fit.states import assert_same, state_of
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+X = torch.linspace(-1, 1, 128).reshape(8, 16)
+
+
+class Stateful(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x.mul_(1.5)
+        noise = random.random() + np.random.rand()
+        total: Tensor = (self.layers(x) * noise).sum()
+        return total
+
+
+class FailureError(Exception):
+    pass
+
+
+class FailAt(DispatchMode):
+    """Raises at one operator."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise FailureError
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_everything_is_as_it_was_found(has_gradients: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Stateful(), torch.randn(8, 4)
+    if has_gradients:
+        model(x.clone()).backward()
+    before, given = state_of(model), x.clone()
+    recollect.profile(model, x)
+    assert_same(state_of(model), before)
+    assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("at", range(0, 100, 3))
+def test_everything_is_as_it_was_found_after_a_failure_at_any_operator(at: int) -> None:
+    torch.manual_seed(0)
+    model, x = Stateful(), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(x.clone()).backward()
+    optimizer.step()
+
+    def step() -> None:
+        with FailAt(at):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        raise FailureError
+
+    before, given = state_of(model, optimizer), x.clone()
+    with pytest.raises(FailureError):
+        recollect.profile(step)
+    assert_same(state_of(model, optimizer), before)
+    assert torch.equal(x, given)
+    assert watcher.get() is None
+
+
+# Ways to change a model that no operator shows.
+
+
+def by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+def by_set(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.set_(parameter - 0.1 * parameter.grad)  # type: ignore[call-overload]
+
+
+def by_dtype(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def by_flags(model: nn.Module) -> None:
+    model.eval()
+    model.requires_grad_(requires_grad=False)
+
+
+def by_parts(model: nn.Module) -> None:
+    model.extra = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.ones(1), persistent=False)
+
+
+def by_other_parameters(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(32, 16))  # type: ignore[index, union-attr, unused-ignore]
+
+
+@pytest.mark.parametrize("change", [by_data, by_set, by_dtype, by_flags, by_parts, by_other_parameters])
+def test_a_step_may_change_the_model_in_any_way(change: Callable[[nn.Module], None]) -> None:
+    model = mlp()
+
+    def step() -> None:
+        model(X).sum().backward()
+        change(model)
+
+    before = state_of(model)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    recollect.profile(step)
+    assert_same(state_of(model), before)
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert model._non_persistent_buffers_set == set()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimisers_of_all_kinds_are_as_they_were(kind: str, steps_before: int) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(X).pow(2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps_before):
+        optimizer.step(closure)
+    before = state_of(model, optimizer)
+    found = recollect.profile(lambda: optimizer.step(closure))
+    assert_same(state_of(model, optimizer), before)
+    assert {call.phase for call in found.calls} == {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
+    assert found.saved
+
+
+def test_an_optimiser_that_raises_does_not_make_later_calls_its_own() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise FailureError
+
+    model = mlp()
+    optimizer = Failing(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(X).sum().backward()
+        with pytest.raises(FailureError):
+            optimizer.step()
+        model(X).sum().backward()
+
+    assert {call.phase for call in recollect.profile(step).calls} == {Phase.FORWARD, Phase.BACKWARD}
+
+
+def test_sparse_gradients_are_as_they_were() -> None:
+    table = nn.Embedding(50, 8, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    before = table.weight.grad
+    assert before is not None
+    values = before.to_dense()
+    recollect.profile(lambda: table(torch.tensor([4, 5])).sum().backward())
+    assert table.weight.grad is before
+    assert torch.equal(before.to_dense(), values)
+
+
+def test_generators_of_modules_are_as_they_were() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.generator = nn.Linear(16, 16), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            noisy: Tensor = self.layer(x) * torch.rand(16, generator=self.generator)
+            return noisy
+
+    model = Noisy()
+    before = model.generator.get_state()
+    recollect.profile(model, X)
+    assert torch.equal(model.generator.get_state(), before)
+
+
+def test_what_functions_that_the_step_calls_work_with_is_found() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X).sum().backward()
+
+    def inner() -> None:
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()
+
+    def step() -> None:
+        inner()
+
+    before = state_of(model, optimizer)
+    found = recollect.profile(step)
+    assert_same(state_of(model, optimizer), before)
+    assert "0.weight" in {storage.name for storage in found.storages}
+
+
+def test_lazy_modules_are_refused_in_words() -> None:
+    with pytest.raises(
+        ValueError, match="parameter '0.weight' of Sequential is lazy: the first call makes it"
+    ) as caught:
+        recollect.profile(nn.Sequential(nn.LazyLinear(8)), X)
+    assert "Call the model once before it is profiled" in str(caught.value)
