@@ -136,3 +136,43 @@ def test_text_that_is_no_profile_is_refused_in_words(text: str, error: str) -> N
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Profile.from_json(text)
     assert str(caught.value) == error
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"fixed_bytes": -1}, "the profile has fixed_bytes of -1"),
+        ({"rounding_bytes": 0}, "the profile has rounding_bytes of 0"),
+        ({"storages": (Storage(bytes=2**63),)}, f"storage 0 has bytes of {2**63}"),
+        (
+            {"storages": (Storage(bytes=1, made_at=2),)},
+            "storage 0 is made at call 2 and freed at call None, and there are 1",
+        ),
+        (
+            {"storages": (Storage(bytes=1, made_at=1, freed_at=0),)},
+            "storage 0 is made at call 1 and freed at call 0, and there are 1",
+        ),
+        ({"calls": (OpCall(op="a", seconds=float("nan")),)}, "call 0 (a) takes nan seconds"),
+        ({"calls": (OpCall(op="a", seconds=-1.0),)}, "call 0 (a) takes -1.0 seconds"),
+        ({"calls": (OpCall(op="a", flops=-1),)}, "call 0 (a) has flops of -1"),
+        ({"calls": (OpCall(op="a", workspace_bytes=-1),)}, "call 0 (a) has workspace_bytes of -1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Profile(**{"storages": (), "calls": (OpCall(op="a"),), **change})
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\x00"])
+def test_text_that_is_damaged_in_any_way_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a profile of recollect"):
+        Profile.from_json(text)
+
+
+def test_what_is_found_in_place_of_a_number_is_shown_shortly() -> None:
+    with pytest.raises(ValueError, match="expected int") as caught:
+        Profile.from_json(
+            '{"recollect": "profile", "version": 1, "storages": [{"bytes": "' + "x" * 5000 + '"}], "calls": []}'
+        )
+    assert len(str(caught.value)) < 120

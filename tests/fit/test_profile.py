@@ -1,7 +1,8 @@
 """A profiled step: exact bytes, right places, and everything as it was found."""
 
+import reprlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recollect
-from recollect import Profile, policies
+from recollect import Profile, compat, policies
 from recollect._core.calls import Category, OpCall, Phase
 from recollect._core.graph import Clock
 from recollect._core.timeline import Timeline
@@ -345,6 +347,10 @@ def test_a_model_without_a_loss_is_refused_in_words() -> None:
         recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
 
 
+def loop_of_steps() -> Iterator[None]:
+    yield
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -357,6 +363,29 @@ def test_a_model_without_a_loss_is_refused_in_words() -> None:
             lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), optimizer="adam"),  # type: ignore[arg-type]
             TypeError,
             "optimizer='adam': expected one of torch.optim, an instance or a class",
+        ),
+        (
+            lambda: recollect.profile(nn.Linear, 1, 1),
+            TypeError,
+            "recollect.profile expects a model, not its class Linear: give it an instance",
+        ),
+        (
+            lambda: recollect.profile(loop_of_steps),
+            TypeError,
+            (
+                f"recollect.profile expects a function that runs a step when it is called; {reprlib.repr(loop_of_steps)} "
+                "only begins one"
+            ),
+        ),
+        (
+            lambda: recollect.profile(len, loss=torch.sum),
+            ValueError,
+            "loss= is for models: <built-in function len> is a function, which runs its backward itself",
+        ),
+        (
+            lambda: torch.inference_mode()(recollect.profile)(nn.Linear(1, 1), torch.ones(1, 1)),
+            ValueError,
+            "recollect.profile runs a training step, and inference mode is on: leave torch.inference_mode() first",
         ),
         (
             lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), device="cuda"),
@@ -419,6 +448,52 @@ def test_what_keeps_a_profile_from_being_a_usual_one_is_noted() -> None:
     assert "regions ran for the first time under their policies and learned: later steps take less" in first.notes
     assert second.notes == ("no optimizer was given: its state is taken as 0, and its step is left out",)
     assert any("regions under policies hold more on fake tensors" in note for note in dry.notes)
+
+
+def test_a_step_without_backward_says_so() -> None:
+    model = Net()
+    found = recollect.profile(lambda: model(torch.ones(4, 8)))
+    assert "no backward ran: what would be kept for it is not known" in found.notes
+    assert not found.saved
+
+
+def test_complex_outputs_are_summed() -> None:
+    class Rotate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self) -> Tensor:
+            return torch.polar(self.weight, self.weight)
+
+    assert calls(recollect.profile(Rotate()), Phase.BACKWARD)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("engine", [torch_checkpoint, compat.checkpoint])
+def test_recomputation_is_told_apart_whoever_does_it(engine: Any, use_reentrant: bool) -> None:
+    model = Net()
+
+    def step(x: Tensor) -> None:
+        x = model.first(x)
+        for block in model.blocks:
+            x = x + engine(block, x, use_reentrant=use_reentrant)
+        x.sum().backward()
+
+    found = recollect.profile(step, torch.ones(4, 8))
+    again = calls(found, Phase.RECOMPUTATION)
+    assert {call.module for call in again if "gelu" in call.op or "mm" in call.op} <= {
+        f"blocks.{n}.{m}" for n in range(3) for m in range(2)
+    }
+    products = [call for call in again if "addmm" in call.op]
+    assert len(products) == 3
+    for call in products:
+        assert call.forward is not None
+        assert (found.calls[call.forward].module, found.calls[call.forward].op) == (call.module, call.op)
+    backward = [call for call in calls(found, Phase.BACKWARD) if "gelu_backward" in call.op]
+    assert len(backward) == 3
+    is_torch = engine is torch_checkpoint
+    assert any("torch.utils.checkpoint recomputes here" in note for note in found.notes) == is_torch
 
 
 def test_data_dependent_control_flow_is_followed() -> None:

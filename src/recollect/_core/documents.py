@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import reprlib
 import types
 import typing
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ def read_document(text: str, record: type[R], *, kind: str, version: int) -> R:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError, TypeError) as error:
         message = f"expected a {kind} of recollect as JSON: {error}"
         raise ValueError(message) from None
     found = data.pop(_KIND, None) if isinstance(data, dict) else None
@@ -78,7 +79,7 @@ def _record(data: Any, record: type, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(record) if field.init}
     if not isinstance(data, dict) or not set(data) <= set(fields):
         strange = sorted(set(data) - set(fields)) if isinstance(data, dict) else data
-        message = f"{where}: expected the fields {', '.join(fields)}; not {strange!r}"
+        message = f"{where}: expected the fields {', '.join(fields)}; not {reprlib.repr(strange)}"
         raise ValueError(message)
     missing = [name for name, field in fields.items() if name not in data and field.default is dataclasses.MISSING]
     if missing:
@@ -103,6 +104,6 @@ def _typed(data: Any, hint: Any, where: str) -> Any:
     if hint is float and type(data) is int:
         return float(data)
     if type(data) is not hint:
-        message = f"{where}: expected {getattr(hint, '__name__', hint)}, not {data!r}"
+        message = f"{where}: expected {getattr(hint, '__name__', hint)}, not {reprlib.repr(data)}"
         raise ValueError(message)
     return data

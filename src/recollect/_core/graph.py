@@ -13,6 +13,8 @@ from recollect._core.documents import read_document, write_document
 from recollect._core.timeline import Timeline, count_forward, find_made
 
 _VERSION = 1
+_MOST = 2**63
+_LONGEST_S = 1e9
 
 
 class Clock(enum.Enum):
@@ -97,7 +99,7 @@ class Profile:
         notes: what was assumed or could not be seen, in sentences.
 
     Raises:
-        ValueError: a storage or call that is referred to is not there.
+        ValueError: a storage or call that is referred to is not there, or a number cannot be.
 
     >>> from recollect._core.calls import Lifetime, Phase, Value
     >>> relu = OpCall(op="aten.relu.default", inputs=(Value(storage=0),), outputs=(Value(storage=1),))
@@ -129,8 +131,18 @@ class Profile:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_sizes("the profile", fixed_bytes=self.fixed_bytes, rounding_bytes=self.rounding_bytes)
+        if not self.rounding_bytes:
+            message = "the profile has rounding_bytes of 0"
+            raise ValueError(message)
+        for number, storage in enumerate(self.storages):
+            _check_storage(storage, len(self.calls), f"storage {number}")
         for number, call in enumerate(self.calls):
             where = f"call {number} ({call.op})"
+            _check_sizes(where, flops=call.flops, workspace_bytes=call.workspace_bytes)
+            if call.seconds is not None and not 0 <= call.seconds < _LONGEST_S:
+                message = f"{where} takes {call.seconds} seconds"
+                raise ValueError(message)
             used = {*call.reads, *(value.storage for value in call.outputs)}
             _check_indices(used, len(self.storages), where, "storage")
             _check_indices({call.forward or 0}, len(self.calls), where, "call")
@@ -175,6 +187,23 @@ class Profile:
             ValueError: the text is none, is damaged, or is of a later version.
         """
         return read_document(text, cls, kind="profile", version=_VERSION)
+
+
+def _check_sizes(where: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if not 0 <= size < _MOST:
+            message = f"{where} has {name} of {size}"
+            raise ValueError(message)
+
+
+def _check_storage(storage: Storage, calls: int, where: str) -> None:
+    _check_sizes(where, bytes=storage.bytes)
+    start, end = storage.made_at, storage.freed_at
+    if not all(0 <= at <= calls for at in (start, end) if at is not None) or (start or 0) > (
+        calls if end is None else end
+    ):
+        message = f"{where} is made at call {start} and freed at call {end}, and there are {calls}"
+        raise ValueError(message)
 
 
 def _check_indices(indices: set[int], count: int, where: str, noun: str) -> None:

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from recollect._core.patterns import plain_path
+from recollect._core.torch_private.engine import ENGINE_CODE
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
 _DEMO = str(PurePath(_OURS, "_cli", "small_gpt.py"))  # a user's program, as far as profiles go
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
+_TORCH_CHECKPOINT = str(PurePath(_TORCH, "utils", "checkpoint.py"))
 _DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
 _CONTEXT_LINES = 4
 
@@ -48,6 +50,16 @@ def is_of_user(code: CodeType) -> bool:
     if file.startswith((_TORCH, "<frozen")) or file.endswith(_SKIPPED):
         return False
     return not file.startswith(_OURS) or file == _DEMO
+
+
+def is_recomputed_by_torch(depth: int) -> bool:
+    """Whether ``torch.utils.checkpoint`` is recomputing, `depth` frames above this call; asked inside of backward."""
+    frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
+    while frame is not None and frame.f_code is not ENGINE_CODE:
+        if frame.f_code.co_filename == _TORCH_CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Places:
@@ -93,13 +105,16 @@ class Places:
     def locate(self, depth: int) -> tuple[str, str]:
         """The path of the module and the line of whoever called `depth` frames above this call, wherever that is.
 
-        Unlike `find` it looks through regions, up to the step itself, and stops at what it has found.
+        Unlike `find` it looks through regions, up to the step itself, and stops at what it has found. Inside of
+        backward it stops at the engine: who started the pass did not call this.
         """
         frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
         modules: list[nn.Module] = []
         line = ""
         while frame is not None and not (line and modules and id(modules[0]) in self._paths):
             code = frame.f_code
+            if code is ENGINE_CODE:
+                break
             if code.co_name == "_call_impl":
                 if isinstance(owner := frame.f_locals.get("self"), nn.Module):
                     modules.append(owner)

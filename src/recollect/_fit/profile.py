@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -77,7 +78,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     """
     given = dict(kwargs or {})
     values = [*inputs, *given.values()]
-    _check(step_or_model, optimizer)
+    _check(step_or_model, loss, optimizer)
     if not dry and (device is not None or dtype is not None):
         message = f"device={device!r}, dtype={dtype!r} are for dry profiles: a real step runs where and as the model is"
         raise ValueError(message)
@@ -114,15 +115,27 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     return profiler.profile
 
 
-def _check(step_or_model: object, optimizer: object) -> None:
+def _check(step_or_model: object, loss: object, optimizer: object) -> None:
+    what = reprlib.repr(step_or_model)
     if not callable(step_or_model):
-        what = reprlib.repr(step_or_model)
         message = f"recollect.profile expects a model or a function that runs a step, not {what}"
         raise TypeError(message)
+    if isinstance(step_or_model, type):
+        message = f"recollect.profile expects a model, not its class {step_or_model.__name__}: give it an instance"
+        raise TypeError(message)
+    if inspect.iscoroutinefunction(step_or_model) or inspect.isgeneratorfunction(step_or_model):
+        message = f"recollect.profile expects a function that runs a step when it is called; {what} only begins one"
+        raise TypeError(message)
+    if loss is not None and not isinstance(step_or_model, nn.Module):
+        message = f"loss= is for models: {what} is a function, which runs its backward itself"
+        raise ValueError(message)
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
         message = f"optimizer={reprlib.repr(optimizer)}: expected one of torch.optim, an instance or a class"
         raise TypeError(message)
+    if torch.is_inference_mode_enabled():
+        message = "recollect.profile runs a training step, and inference mode is on: leave torch.inference_mode() first"
+        raise ValueError(message)
 
 
 def _check_lazy(modules: Iterable[nn.Module]) -> None:
@@ -165,9 +178,9 @@ def _loss_in(output: Any) -> Tensor | None:
     if isinstance(held, Tensor):
         return held
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if tensors and tensors[0].dim() == 0:
+    if tensors and tensors[0].dim() == 0 and not tensors[0].is_complex():
         return tensors[0]
-    sums = [tensor.sum() for tensor in tensors]
+    sums = [(torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum() for tensor in tensors]
     return sum(sums[1:], sums[0]) if sums else None
 
 

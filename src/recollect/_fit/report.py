@@ -6,7 +6,9 @@ import importlib
 import io
 import os
 import secrets
+import shutil
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -71,7 +73,9 @@ def report(
         _print(profile, against, top)
         return
     path = Path(to)
-    kind = _find_kind(path) if kind is None else kind
+    if kind is None and not path.is_dir():
+        kind = _find_kind(path)
+    _check_place(path)
     if kind not in _KINDS.values():
         known = ", ".join(repr(name) for name in dict.fromkeys(_KINDS.values()))
         message = f"there is no report of kind {kind!r}; kinds are {known}"
@@ -79,8 +83,13 @@ def report(
     if against is not None and kind not in _COMPARING:
         message = f"a file of kind {kind!r} holds one profile; compare two (against=...) in text, HTML or a plot"
         raise ValueError(message)
-    _check_place(path)
-    _write(path, _render(profile, kind, against, top))
+    assert kind is not None
+    content = _render(profile, kind, against, top)
+    try:
+        _write(path, content)
+    except OSError as error:
+        message = f"cannot write a report to '{path}': {error.strerror or error}"
+        raise type(error)(error.errno, message) from error
 
 
 def _check(profile: Profile, against: Profile | None, top: int) -> None:
@@ -132,7 +141,10 @@ def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> b
         text = _load("text").write_text(profile, against=against, gains=find_gains(profile), top=top)
         return str(text).encode()
     drawn = io.BytesIO()
-    _load("plot").draw(profile, against=against).savefig(drawn, format=kind, dpi=150)
+    figure = _load("plot").draw(profile, against=against)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a module's name in other letters
+        figure.savefig(drawn, format=kind, dpi=150)
     return drawn.getvalue()
 
 
@@ -165,9 +177,11 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
         return
     place = path.resolve()  # of a link, what it points to
-    part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
+    part = place.with_name(f".{secrets.token_hex(8)}.part")
     try:
         part.write_bytes(content)
+        if place.exists():
+            shutil.copymode(place, part)
         part.replace(place)
     finally:
         part.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
-from recollect._core.calls import Category
+from recollect._core.calls import Category, Phase
 from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.patterns import plain_path
 from recollect._core.torch_private.engine import top_hooks
@@ -232,6 +232,10 @@ class StepProfiler:
             yield "regions under policies hold more on fake tensors than in real steps, in which they learn"
         elif len(rules) > len(self._rules):
             yield "regions ran for the first time under their policies and learned: later steps take less"
+        if not any(call.phase is Phase.BACKWARD for call in self._capture.calls):
+            yield "no backward ran: what would be kept for it is not known"
+        if self._capture.saw_torch_checkpoint:
+            yield "torch.utils.checkpoint recomputes here: what it keeps to do so is not among what is saved"
         if any(map(_is_compiled, self._modules)) and self._dry is None:
             yield "compiled code is seen from outside: of what it does, only the operators that it calls at run time"
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from recollect._core.calls import Phase
 from recollect._core.operators import Operator, count_flops, operator_of
-from recollect._core.places import Places
+from recollect._core.places import Places, is_recomputed_by_torch
 from recollect._core.scope import current_run, watcher
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.engine import (
@@ -120,7 +120,7 @@ class Capture(DispatchMode):
         gradients: numbers of storages that were the gradient of a leaf.
         states: numbers of storages that were an optimiser's state.
         optimizers: that made a step.
-        roots: outermost modules that were called, or given.
+        saw_torch_checkpoint: whether ``torch.utils.checkpoint`` recomputed something.
     """
 
     looks_beneath = True
@@ -151,8 +151,10 @@ class Capture(DispatchMode):
         self._lock = threading.RLock()
         self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimiser began to step
         self._saw_regions = False
+        self.saw_torch_checkpoint = False
         self._flops: dict[tuple[Any, ...], int] = {}
-        self._passes: set[int] = set()
+        self._passes: dict[int, bool] = {}  # backward passes, and whether they are of a graph that forward made
+        self._open: set[int] = set()
         self._walked: set[int] = set()
         self._leaves: dict[int, ref[Tensor]] = {}
         self._handles: list[Any] = []
@@ -272,6 +274,11 @@ class Capture(DispatchMode):
                 call.phase, call.sequence = Phase.RECOMPUTATION, -1
                 call.region, call.source = replayed
                 return
+            if torch.is_grad_enabled() and is_recomputed_by_torch(3):
+                self.saw_torch_checkpoint = True
+                call.phase, call.sequence = Phase.RECOMPUTATION, -1
+                call.module, call.source = self.places.locate(3)
+                return
             call.phase = Phase.BACKWARD
             leaf = leaf_of(node)
             call.sequence = sequence_of(node) if leaf is None else -1
@@ -314,11 +321,18 @@ class Capture(DispatchMode):
     # What autograd keeps.
 
     def _note_node(self, node: Any) -> None:
-        """A node runs: read what the graph behind it holds, before the pass lets go of it."""
-        if current_pass() not in self._passes:
-            self._passes.add(current_pass())
-            when_pass_ends(self._note_gradients)
+        """A node runs: read what the graph behind it holds, before the pass lets go of it.
+
+        A pass inside of another one is that of a reentrant recomputation, whose graph nobody has saved.
+        """
+        running = current_pass()
+        if running not in self._passes:
+            self._passes[running] = not self._open
+            self._open.add(running)
+            when_pass_ends(lambda: self._end_pass(running))
         if leaf_of(node) is not None or sequence_of(node) in self._walked or current_run() is not None:
+            return
+        if not self._passes[running]:
             return
         with self._lock:
             self.storages.settle(len(self.calls))
@@ -333,6 +347,10 @@ class Capture(DispatchMode):
                 self._walked.add(number)
                 for held in read_node(found).held:
                     self._note_held(number, held)
+
+    def _end_pass(self, number: int) -> None:
+        self._open.discard(number)
+        self._note_gradients()
 
     def _note_held(self, sequence: int, held: Held) -> None:
         tensors = [held.value] if isinstance(held.value, Tensor) else self._unfold(held.value)

@@ -77,7 +77,7 @@ def _raw_names(kind: Any) -> tuple[str, ...]:
 
 def read_node(node: Any) -> NodeContents:
     """What a node holds, as it lies there. Runs no hook; the values keep the tensors alive."""
-    kind = type(node)
+    kind: Any = type(node)
     held: list[Held] = []
     is_freed = False
     is_opaque = kind.__name__ in _OPAQUE
