@@ -20,6 +20,7 @@ from recollect._core.graph import Clock
 from recollect._core.timeline import Timeline
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._fit.saved import describe_saved
+from recollect._fit.step import StepProfiler
 from recollect._profile.memory import LiveBytes
 from tests.corpus import CASES, Call, Case
 from tests.fit.states import assert_same, state_of
@@ -284,6 +285,40 @@ def test_a_step_with_an_optimiser_shows_its_phase_and_state() -> None:
     assert "head.weight.exp_avg" in {storage.name for storage in found.storages}
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_where_optimisers_step_on_fake_tensors_the_profile_is_the_same(steps_before: int) -> None:
+    model, x = Net(), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    real = recollect.profile(step)
+    if not steps_before:
+        optimizer = torch.optim.AdamW(model.parameters())
+    before = state_of(model, optimizer)
+    profiler = StepProfiler([model], [optimizer], inputs=x)
+    profiler._is_cuda = True  # as on a device, where copying what is written would take too long
+    with profiler:
+        step()
+    assert_same(state_of(model, optimizer), before)
+    shadow = profiler.profile
+    assert "the step of AdamW was not run: its memory and time are estimated" in shadow.notes
+    assert shadow.optimizer == real.optimizer == "AdamW"
+    stepped = calls(shadow, Phase.OPTIMIZER)
+    assert {call.op for call in stepped} >= {"aten._foreach_addcdiv_.ScalarList"}  # as CUDA does it by default
+    assert {call.module for call in stepped} >= {"first"}
+    state = [storage for storage in shadow.storages if storage.category is Category.OPTIMIZER]
+    assert sum(storage.bytes for storage in state if storage.made_at is None) >= 2 * sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
+    forward = [call.op for call in shadow.calls if call.phase is not Phase.OPTIMIZER]
+    assert forward == [call.op for call in real.calls if call.phase is not Phase.OPTIMIZER]
+
+
 def test_the_first_step_of_an_optimiser_leaves_it_without_state() -> None:
     model, x = Net(), torch.randn(4, 8)
     optimizer = torch.optim.Adam(model.parameters())
@@ -373,8 +408,8 @@ def loop_of_steps() -> Iterator[None]:
             lambda: recollect.profile(loop_of_steps),
             TypeError,
             (
-                f"recollect.profile expects a function that runs a step when it is called; {reprlib.repr(loop_of_steps)} "
-                "only begins one"
+                "recollect.profile expects a function that runs a step when it is called; "
+                f"{reprlib.repr(loop_of_steps)} only begins one"
             ),
         ),
         (

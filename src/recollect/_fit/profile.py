@@ -110,7 +110,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     asked = find_device(here if device is None else device)
     with dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes:
         inputs, given = fakes.values
-        with make((), inputs=(inputs, given), dry=fakes) as profiler:
+        with make(optimizers, inputs=(inputs, given), dry=fakes) as profiler:
             _run(step_or_model, inputs, given, loss)
     return profiler.profile
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
-from recollect._core.calls import Category, Phase
+from recollect._core.calls import Category, OpCall, Phase, Storage
 from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.patterns import plain_path
 from recollect._core.torch_private.engine import top_hooks
@@ -37,7 +38,8 @@ from recollect._selective.replay import replay_here
 
 if TYPE_CHECKING:
     from recollect._profile.dry import DryStep
-    from recollect._profile.optimizer import Kind
+    from recollect._profile.optimizer import Kind, Shadow
+    from recollect._profile.translate import Translation
 
 
 class StepProfiler:
@@ -74,6 +76,8 @@ class StepProfiler:
         self._device = device_of(self._modules, inputs)
         self._inputs = inputs
         self._restores = restores and dry is None
+        self._is_cuda = self._device.type == "cuda" if dry is None else dry.device.is_cuda
+        self._memory_model = _memory_model_of(self._device) if dry is None else dry
         self._snapshot = Snapshot()
         self._frames: set[int] = set()
         self._capture = Capture(
@@ -82,13 +86,14 @@ class StepProfiler:
             unfold=self._unfold,
             region_of=region_here,
             replay_of=replay_here,
-            workspace=None if dry is None else dry.workspace_bytes,
+            workspace=None if self._memory_model is None else self._memory_model.workspace_bytes,
             progress=None if progress is None else lambda done: progress(done, None),
         )
         self._known = Known(device=self._device)
         self._states: list[tuple[Source, Any]] = []
         self._notes: list[str] = []
-        self._stepped = ""
+        self._stepped: list[str] = []
+        self._shadows = ExitStack()
         self._rules: tuple[RuleEntry, ...] = ()
         self.profile: Profile
 
@@ -102,6 +107,8 @@ class StepProfiler:
                 self._snapshot.note_optimizer(optimizer)
         try:
             self._include()
+            if self._restores and self._is_cuda:
+                self._shadow_optimizers()
             if self._dry is None and self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
             self._capture.__enter__()
@@ -118,7 +125,7 @@ class StepProfiler:
             if error is None:
                 allocators = self._read_allocator()
                 seconds = self._capture.timer.seconds
-                spans = [seconds(raw.span) for raw in self._capture.calls]
+                spans = [None if raw.span is None else seconds(raw.span) for raw in self._capture.calls]
                 self._step_on_fakes()
                 self.profile = self._conclude(spans, allocators)
         finally:
@@ -128,7 +135,15 @@ class StepProfiler:
         """Begin without gradients, as after ``zero_grad``; the old ones come back in the end."""
         self._snapshot.clear_gradients()
 
+    def _shadow_optimizers(self) -> None:
+        """Let the optimisers step on fake tensors: copying what they write to the host takes longer than the step."""
+        from recollect._profile.optimizer import with_shadow_steps
+
+        for optimizer in self._optimizers:
+            self._shadows.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
+
     def _put_back(self) -> None:
+        self._shadows.close()
         if self._restores:
             self._snapshot.restore()
         put_back(self._states)
@@ -158,8 +173,8 @@ class StepProfiler:
 
     def _step_on_fakes(self) -> None:
         """Let the given optimiser step, if none did: its state counts from before the step, its calls come last."""
-        capture, optimizer = self._capture, self._optimizer
-        if capture.optimizers:
+        optimizer = self._optimizer
+        if self._capture.optimizers or self._stepped:
             return
         if optimizer is None:
             self._notes.append("no optimizer was given: its state is taken as 0, and its step is left out")
@@ -167,20 +182,23 @@ class StepProfiler:
         from recollect._profile.optimizer import shadow_of  # not at import: fake tensors bring much of torch along
 
         parameters = [parameter for _, parameter in self._named_parameters()]
-        on_cuda = self._device.type == "cuda" if self._dry is None else self._dry.device.is_cuda
-        capture.timer = NoTimer()
-        with shadow_of(optimizer, parameters, on_cuda=on_cuda) as shadow:
-            for fake, real in shadow.pairs():
-                for (stand_in, _), number in zip(storages_of(fake), capture.include(real), strict=False):
-                    capture.storages.alias(stand_in, number)
-            for state in shadow.states:
-                self._known.add(capture.include(state), Category.OPTIMIZER, "")
-            with capture.optimizing():
-                shadow.step(watch=capture)
-            self._notes += shadow.notes
-            self._stepped = shadow.name
-            if self._dry is None and not shadow.notes:
-                self._notes.append(f"the step of {shadow.name} was not run: its memory is estimated, its time left out")
+        with shadow_of(optimizer, parameters, on_cuda=self._is_cuda) as shadow:
+            self._follow(shadow)
+
+    def _follow(self, shadow: Shadow) -> None:
+        """Let an optimiser's shadow step, whose state was there before."""
+        capture = self._capture
+        for fake, real in shadow.pairs():
+            for (stand_in, _), number in zip(storages_of(fake), capture.include(real), strict=False):
+                capture.storages.alias(stand_in, number)
+        for state in shadow.states:
+            self._known.add(capture.include(state), Category.OPTIMIZER, "")
+        with capture.following() as watch:
+            shadow.step(watch)
+        self._stepped.append(shadow.name)
+        self._notes += shadow.notes
+        if self._dry is None and not shadow.notes:
+            self._notes.append(f"the step of {shadow.name} was not run: its memory and time are estimated")
 
     def _read_allocator(self) -> tuple[AllocatorEntry, ...]:
         if self._device.type != "cuda" or self._dry is not None:
@@ -195,36 +213,48 @@ class StepProfiler:
 
     def _conclude(self, seconds: list[float | None], allocators: tuple[AllocatorEntry, ...]) -> Profile:
         capture, known, dry = self._capture, self._known, self._dry
+        model = self._memory_model
         entries = list(self._list_modules())
         known.paths = frozenset(entry.path for entry in entries)
         known.blocks = frozenset(self._find_block_paths())
         parts = assemble(capture, known, seconds)
-        calls, clock = parts.calls, Clock.DEVICE if self._device.type == "cuda" else Clock.HOST
-        if dry is not None:
-            from recollect._profile.roofline import estimate_s
-
-            clock = Clock.ROOFLINE
-            calls = tuple(replace(call, seconds=estimate_s(call, dry.device, parts.storages)) for call in calls)
+        clock = Clock.ROOFLINE if dry is not None else Clock.DEVICE if self._is_cuda else Clock.HOST
         rules = describe_rules(self._modules)
         self._notes += self._limits(rules)
-        names = [self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
+        names = [*self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
         return Profile(
             storages=parts.storages,
-            calls=calls,
+            calls=tuple(self._estimate(parts.calls, parts.storages)),
             saved=parts.saved,
-            device=_describe_device(self._device) if dry is None else dry.device.name,
+            device=describe_device(self._device) if dry is None else dry.device.name,
             name=self._name,
             clock=clock,
             is_dry=dry is not None,
-            rounding_bytes=(512 if self._device.type == "cuda" else 1) if dry is None else dry.rounding_bytes,
-            fixed_bytes=0 if dry is None else dry.fixed_bytes,
-            optimizer=", ".join(filter(None, dict.fromkeys(names))),
+            rounding_bytes=512 if self._is_cuda else 1,
+            fixed_bytes=0 if model is None else model.fixed_bytes,
+            optimizer=", ".join(dict.fromkeys(names)),
             torch=str(torch.__version__),
             modules=tuple(entries),
             rules=rules,
             allocators=allocators,
             notes=(*self._notes, *(() if dry is None else dry.notes)),
         )
+
+    def _estimate(self, calls: Iterable[OpCall], storages: Sequence[Storage]) -> Iterator[OpCall]:
+        """The calls, those that were not run with the time that they would take, where the device is known."""
+        from recollect._profile.roofline import estimate_s, find_device
+
+        device = None if self._dry is None else self._dry.device
+        if device is None:
+            with suppress(ValueError):
+                device = find_device(self._device)
+        matmul = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        for call in calls:
+            if call.seconds is None and device is not None:
+                seconds = estimate_s(call, device, storages, float32_matmul=matmul)
+                yield replace(call, seconds=seconds)
+            else:
+                yield call
 
     def _limits(self, rules: tuple[RuleEntry, ...]) -> Iterator[str]:
         """What keeps this profile from being that of a usual step, in sentences."""
@@ -271,6 +301,15 @@ class StepProfiler:
                 yield from self._unfold(value)
 
 
+def _memory_model_of(device: torch.device) -> Translation | None:
+    """What is known of workspaces and rounding on a device; nothing of the host."""
+    if device.type != "cuda":
+        return None
+    from recollect._profile.translate import workspaces_on
+
+    return workspaces_on(device)
+
+
 def region_here() -> str:
     """The name of the region that runs here, in forward or in recomputation; ``""`` outside of any."""
     hooks = top_hooks(True)  # noqa: FBT003
@@ -296,7 +335,7 @@ def device_of(modules: Sequence[nn.Module], inputs: Any) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _describe_device(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 

@@ -36,12 +36,15 @@ from recollect._profile.scopes import Scopes
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of
-from recollect._profile.timing import Timer
+from recollect._profile.timing import NoTimer, Timer
 
 _LIFT = "aten.lift_fresh.default"
 _PROGRESS_EVERY = 256
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _NONE: tuple[Tensor, ...] = ()
+
+IS_SHADOW = "_recollect_is_shadow"
+"""An attribute of optimisers that nobody but `StepProfiler` lets step."""
 
 RawValue = tuple[int, torch.Size | None, torch.dtype]
 """A tensor of a call: the number of its storage, its shape, None if only the storage counts, and its dtype."""
@@ -377,12 +380,16 @@ class Capture(DispatchMode):
     # Optimisers.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if IS_SHADOW in vars(optimizer):
+            return
         self._note_gradients()
         if self._snapshot is not None:
             self._snapshot.note_optimizer(optimizer)
         self._stepping.append(current_pass())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if IS_SHADOW in vars(optimizer):
+            return
         if self._stepping:
             self._stepping.pop()
         if optimizer not in self.optimizers:
@@ -397,13 +404,32 @@ class Capture(DispatchMode):
                 self.states.update(self._numbers(tensor))
 
     @contextmanager
-    def optimizing(self) -> Iterator[None]:
-        """What is called inside with grad mode off is the optimiser's, whoever calls it."""
+    def following(self) -> Iterator[DispatchMode]:
+        """What is called inside with grad mode off is an optimiser's, on fake tensors, and is not timed.
+
+        Gives a mode to be entered above the one that makes tensors fake; this one need not be entered.
+        """
+        timer, self.timer = self.timer, NoTimer()
         self._stepping.append(current_pass())
         try:
-            yield
+            yield _Above(self)
         finally:
             self._stepping.pop()
+            self.timer = timer
+
+
+class _Above(DispatchMode):
+    """Lets a capture see operators where another mode lies above it."""
+
+    looks_beneath = True
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator and write it down."""
+        return self._capture.meet(func, args, kwargs)
 
 
 def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Fake tensors: shapes, dtypes and storages without memory; and kernels of ours in place of torch's while they run.
 
-Private names: ``torch._subclasses.fake_tensor``, the tables in which modules keep parameters and buffers, the guards
-that keep autograd and autocast out of a call, the end of a ``torch.library.Library``, what is known of autocast's
-kernels, and how ``torch.autocast`` is entered.
+Private names: ``torch._subclasses.fake_tensor``, operators of CUDA that are called on fake tensors, the tables in
+which modules keep parameters and buffers, the guards that keep autograd and autocast out of a call, the end of a
+``torch.library.Library``, what is known of autocast's kernels, and how ``torch.autocast`` is entered.
 Would be replaced by: a public fake-tensor mode; a public context for kernels; autocast for devices that are not there.
 Run on: torch 2.11, 2.13.
 """
@@ -10,7 +10,7 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
@@ -28,6 +28,16 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import is_lazy
 
 _C = torch._C
+_aten = torch.ops.aten
+
+ATTENTION_BY_CUDNN = _aten._scaled_dot_product_cudnn_attention
+ATTENTION_BY_FLASH = _aten._scaled_dot_product_flash_attention
+ATTENTION_EFFICIENT = _aten._scaled_dot_product_efficient_attention
+ATTENTION_COMPOSED = _aten._scaled_dot_product_attention_math
+RMS_NORM_FUSED = _aten._fused_rms_norm
+RMS_NORM_FUSED_BACKWARD = _aten._fused_rms_norm_backward
+RECURRENT_BY_CUDNN = _aten._cudnn_rnn
+READ_SCALAR = _aten._local_scalar_dense.default
 
 Kernel = Callable[..., Any]
 DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -64,7 +74,8 @@ def is_uninitialized(tensor: Tensor) -> bool:
 
 def storage_key(tensor: Tensor) -> int:
     """The same number for tensors that share memory, those on ``meta`` included."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -85,11 +96,6 @@ def autocast_differs() -> tuple[str, ...]:
     has = _C._dispatch_has_kernel_for_dispatch_key
     found = [name for name in names if has(name, "AutocastCPU") and not has(name, "AutocastCUDA")]
     return tuple(name.removeprefix("aten::") for name in found)
-
-
-def has_autocast_on_cpu(name: str) -> bool:
-    """Whether autocast for the CPU knows an operator."""
-    return bool(_C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"))
 
 
 @contextmanager
@@ -113,14 +119,15 @@ def run_composite(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Call an operator of aten as if nobody had put a kernel in its place: by what it is composed of."""
     packet, _, overload = name.partition(".")
     func = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return func.decompose(*args, **kwargs)
+    return func._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @contextmanager
 def autocast_for(device: str, *, as_if: str) -> Generator[None]:
     """Let this thread's ``torch.autocast(device)`` be one for another device, also where it is on already."""
     thread = get_ident()
-    made, entered, left = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+    kind: Any = torch.autocast
+    made, entered, left = kind.__init__, kind.__enter__, kind.__exit__
     stand_ins: dict[int, list[Any]] = {}
 
     def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:  # noqa: FBT001, FBT002
@@ -143,7 +150,7 @@ def autocast_for(device: str, *, as_if: str) -> Generator[None]:
         return left(waiting.pop() if waiting else self, *error)
 
     is_on = torch.is_autocast_enabled(device)
-    torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = make, enter, leave  # type: ignore[method-assign,assignment]
+    kind.__init__, kind.__enter__, kind.__exit__ = make, enter, leave
     try:
         if is_on:
             with torch.autocast(as_if, dtype=torch.get_autocast_dtype(device)):
@@ -151,7 +158,7 @@ def autocast_for(device: str, *, as_if: str) -> Generator[None]:
         else:
             yield
     finally:
-        torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = made, entered, left  # type: ignore[method-assign]
+        kind.__init__, kind.__enter__, kind.__exit__ = made, entered, left
 
 
 def constructors() -> frozenset[Callable[..., Any]]:
@@ -159,11 +166,3 @@ def constructors() -> frozenset[Callable[..., Any]]:
     from torch.utils._device import _device_constructors
 
     return frozenset(_device_constructors())
-
-
-def shared(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """Tensors by the memory that they share."""
-    found: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(storage_key(tensor), []).append(tensor)
-    return found

@@ -1,0 +1,215 @@
+"""A step without memory: modules, optimisers and inputs whose tensors are fake while a context is entered.
+
+How it is used::
+
+    with dry_step(modules, (inputs, kwargs), device=find_device("H200"), optimizers=optimizers) as dry:
+        inputs, kwargs = dry.values
+        with Capture(..., snapshot=None, workspace=dry.workspace_bytes) as capture:
+            ...  # the step; `modules` have fake parameters and buffers now
+
+All fake tensors are on the CPU, whatever the device is that is asked about: autograd on fake CUDA tensors needs a torch
+that was built with CUDA. What differs there is translated, see `translate`.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.operators import Operator
+from recollect._core.places import is_of_user
+from recollect._core.torch_private.fake import (
+    DATA_ERRORS,
+    UNKNOWN_ERRORS,
+    fake_mode,
+    operator_in,
+    tables_of,
+)
+from recollect._profile.contents import CONTAINERS, Contents
+from recollect._profile.fakes import Fakes
+from recollect._profile.optimizer import with_fake_parameters
+from recollect._profile.roofline import Device
+from recollect._profile.translate import Translation, translated
+
+_DEVICES_DIFFER = ("found two different devices", "found at least two devices")  # torch 2.11, 2.13
+
+
+class DryStep:
+    """What a step needs to run without memory.
+
+    Attributes:
+        values: what was given, with fake tensors in place of real ones.
+        device: that is asked about.
+        rounding_bytes: as in Profile.
+        fixed_bytes: as in Profile; to be read after the step.
+        notes: what was assumed, in sentences; to be read after the step.
+    """
+
+    def __init__(self, values: Any, device: Device, translation: Translation | None, notes: list[str]) -> None:
+        self.values, self.device = values, device
+        self._translation, self._notes = translation, notes
+        self.rounding_bytes = 1 if translation is None else translation.rounding_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What libraries hold on the device beside the storages."""
+        return 0 if self._translation is None else self._translation.fixed_bytes
+
+    @property
+    def notes(self) -> list[str]:
+        """What was assumed, in sentences."""
+        return [*self._notes, *(() if self._translation is None else self._translation.notes)]
+
+    def workspace_bytes(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        """Bytes that an operator takes and gives back while it runs on the device."""
+        return 0 if self._translation is None else self._translation.workspace_bytes(operator, args, kwargs, result)
+
+
+@contextmanager
+def dry_step(
+    modules: Sequence[nn.Module],
+    values: Any,
+    *,
+    device: Device,
+    dtype: torch.dtype | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Generator[DryStep]:
+    """Let modules, optimisers and values have fake tensors; puts everything back, also after errors.
+
+    Tensors may be on any device, ``meta`` included. Those that are one, or share memory, do so as fakes. Fake
+    parameters have no gradient and no hooks. Put back are the modules' parameters, buffers and attributes, lists and
+    dicts among them, and the optimisers' groups and state.
+
+    Args:
+        modules: whose parameters, buffers, and tensors among attributes are fake inside.
+        values: inputs of the step, in any containers.
+        device: that is asked about.
+        dtype: of all parameters, buffers and values that are floating-point; None: as they are.
+        optimizers: whose groups and state are fake inside; state that is yet to be made is made.
+
+    Raises:
+        ValueError: a lazy parameter; a tensor that is not plain; or, out of the step, a value of a tensor is asked for
+            or an operator has no fake one.
+
+    >>> from recollect._profile.roofline import find_device
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(2**20, 2**20)
+    >>> with dry_step([model], torch.ones(2, 2**20), device=find_device("cpu")) as dry:
+    ...     model(dry.values).shape
+    torch.Size([2, 1048576])
+    >>> model.weight.device
+    device(type='meta')
+    """
+    fakes = Fakes(dtype)
+    notes = [f"estimated for {device.name} on fake tensors: nothing was run"]
+    with ExitStack() as stack:
+        _leave_compiled_code_as_written(stack)
+        before = Contents()
+        for module in modules:
+            for part in module.modules():
+                before.note(vars(part), depth=1)
+        stack.callback(before.restore)
+        mode = fake_mode()
+        stack.enter_context(_explained(modules))
+        stack.enter_context(mode)
+        for module in modules:
+            _replace(module, fakes)
+        given = fakes.of_all(values)
+        for optimizer in optimizers:
+            faked = with_fake_parameters(optimizer, fakes.of, on_cuda=device.is_cuda, note=notes.append)
+            stack.enter_context(faked)
+        translation = stack.enter_context(translated(device)) if device.is_cuda else None
+        yield DryStep(given, device, translation, notes)
+
+
+def _leave_compiled_code_as_written(stack: ExitStack) -> None:
+    if "torch._dynamo" in sys.modules:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _replace(root: nn.Module, fakes: Fakes) -> None:
+    for module in root.modules():
+        for table in tables_of(module):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = fakes.of(tensor)
+        attributes = vars(module)
+        for name, value in list(attributes.items()):
+            if isinstance(value, Tensor):
+                attributes[name] = fakes.of(value)
+            elif type(value) in CONTAINERS and not name.startswith("_"):
+                attributes[name] = fakes.of_all(value) if type(value) is not set else value
+
+
+@contextmanager
+def _explained(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Say of errors that only fake tensors raise what they mean."""
+    try:
+        yield
+    except DATA_ERRORS as error:
+        what = operator_in(error)
+        message = (
+            f"{what} {_locate(error, modules)}needs the values of a tensor, and in a dry profile tensors have none. "
+            "The step decides by its data (.item(), .tolist(), nonzero, a mask as index, `if` on a tensor). Profile a "
+            "real step: dry=False"
+        )
+        raise ValueError(message) from error
+    except UNKNOWN_ERRORS as error:
+        what = operator_in(error) or str(error)
+        message = (
+            f"{what} {_locate(error, modules)}has no form for fake tensors, so that a dry profile cannot know what it "
+            "gives. Register one (torch.library.register_fake), or profile a real step: dry=False"
+        )
+        raise ValueError(message) from error
+    except RuntimeError as error:
+        if not _is_about_values(error):
+            raise
+        if any(said in str(error) for said in _DEVICES_DIFFER):
+            message = (
+                f"{_locate(error, modules)}said '{_first_line(error)}': the step uses a tensor on a device that it was "
+                "neither given nor finds in a module. Give it as an input, or profile a real step: dry=False"
+            )
+            raise ValueError(message) from error
+        message = (
+            f"{_locate(error, modules)}said '{_first_line(error)}': in a dry profile tensors have no values, and "
+            "modules cannot be converted. Convert models before the step, or profile a real step: dry=False"
+        )
+        raise ValueError(message) from error
+
+
+def _is_about_values(error: RuntimeError) -> bool:
+    said = str(error)
+    return any(part in said for part in (".numpy() is not supported", "Couldn't swap", *_DEVICES_DIFFER))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _locate(error: BaseException, modules: Iterable[nn.Module]) -> str:
+    """``"in layers.3 (model.py:41) "``: the innermost module that was running, and the user's line."""
+    names = {id(part): name or type(part).__name__ for root in modules for name, part in root.named_modules()}
+    module = source = ""
+    for frame in _frames(error.__traceback__):
+        here = frame.tb_frame.f_locals.get("self")
+        module = names.get(id(here), module)
+        code = frame.tb_frame.f_code
+        if is_of_user(code):
+            source = f"{PurePath(code.co_filename).name}:{traceback.extract_tb(frame, limit=1)[0].lineno}"
+    if module and source:
+        return f"in {module} ({source}) "
+    return f"in {module} " if module else f"({source}) " if source else ""
+
+
+def _frames(found: TracebackType | None) -> Iterator[TracebackType]:
+    while found is not None:
+        yield found
+        found = found.tb_next

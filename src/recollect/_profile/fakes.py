@@ -1,0 +1,75 @@
+"""Fake tensors in place of others: same shapes, dtypes and sharing of memory, and no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.operators import is_wrapper
+from recollect._core.pytree import Arguments
+from recollect._core.torch_private.fake import is_fake, is_uninitialized, storage_key
+
+
+class Fakes:
+    """Makes fake tensors in place of others: the same for the same, on one storage where they share one.
+
+    Args:
+        dtype: of all that are floating-point; None: as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor it stands for, whose identity is the key
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The fake tensor for this one; itself if it is one. To be called inside the mode."""
+        if is_fake(tensor):
+            return tensor
+        found = self._made.get(id(tensor))
+        if found is None:
+            found = self._made[id(tensor)] = (tensor, self._make(tensor))
+        return found[1]
+
+    def of_all(self, value: Any) -> Any:
+        """The same value with fake tensors, in containers too."""
+        arguments = Arguments((value,), {})
+        leaves = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
+        args, _ = arguments.rebuild(leaves)
+        return args[0]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        _check_kind(tensor)
+        with torch.no_grad():
+            fake = self._view(tensor)
+            if isinstance(tensor, nn.Parameter):
+                parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                parameter.__dict__.update(tensor.__dict__)
+                return parameter
+        return fake.requires_grad_(tensor.requires_grad) if tensor.is_leaf else fake
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        key = (storage_key(tensor), dtype)
+        base = self._bases.get(key)
+        if base is None:
+            count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            base = self._bases[key] = torch.empty(count, dtype=dtype, device="cpu")
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+
+
+def _check_kind(tensor: Tensor) -> None:
+    if is_uninitialized(tensor):
+        message = (
+            "a lazy module has parameters without a shape yet: run it once on real inputs, or give the shape when it "
+            "is built, before a dry profile"
+        )
+        raise ValueError(message)
+    if tensor.layout is not torch.strided or is_wrapper(tensor) or tensor.is_quantized:
+        message = (
+            f"a dry profile knows plain tensors only, and one of the model's or inputs' is {type(tensor).__name__} "
+            f"with layout {tensor.layout}. Profile a real step: dry=False"
+        )
+        raise ValueError(message)
