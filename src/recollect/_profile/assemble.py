@@ -70,7 +70,7 @@ def assemble(capture: Capture, known: Known, seconds: Sequence[float | None]) ->
             lifetime=Lifetime.STEP if entry.is_given else Lifetime.VALUE,
             name=known.names.get(number, ""),
             category=categories[number],
-            device="" if entry.device.type == known.device.type else str(entry.device),
+            device="" if entry.device.type in (known.device.type, "meta") else str(entry.device),
             made_at=None if entry.made_at == BEFORE else entry.made_at,
             freed_at=entry.freed_at,
         )

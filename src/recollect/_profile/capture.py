@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from types import TracebackType
 from typing import Any, Self
@@ -154,7 +154,7 @@ class Capture(DispatchMode):
         self._lock = threading.RLock()
         self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimiser began to step
         self._saw_regions = False
-        self.saw_torch_checkpoint = False
+        self.saw_torch_checkpoint = self._counts_meta = False
         self._flops: dict[tuple[Any, ...], int] = {}
         self._passes: dict[int, bool] = {}  # backward passes, and whether they are of a graph that forward made
         self._open: set[int] = set()
@@ -181,15 +181,14 @@ class Capture(DispatchMode):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        super().__exit__(exc_type, exc, traceback)
-        assert self._token is not None
-        watcher.reset(self._token)
-        for handle in self._handles:
-            handle.remove()
-        self.storages.settle(len(self.calls))
-        self._note_gradients()
-        self.timer.settle()
-        self._leaves.clear()
+        with ExitStack() as stack:  # an interrupt at any place leaves nothing behind
+            stack.callback(self.timer.settle)
+            stack.callback(self._note_gradients)
+            for handle in self._handles:
+                stack.callback(handle.remove)
+            if self._token is not None:
+                stack.callback(watcher.reset, self._token)
+            stack.callback(super().__exit__, exc_type, exc, traceback)
 
     # Operators. What runs here runs once per operator, so that it is written out: a profiled step takes some tens of
     # microseconds more for each.
@@ -298,8 +297,9 @@ class Capture(DispatchMode):
         for part in values:
             if isinstance(part, Tensor):
                 if type(part) in _PLAIN and part.layout is torch.strided:
-                    storage, shape, dtype = part.untyped_storage(), part.shape, part.dtype
-                    found.append((number(storage, part.device, at, is_given=is_given), shape, dtype))
+                    if not part.is_meta or self._counts_meta:
+                        storage = part.untyped_storage()
+                        found.append((number(storage, part.device, at, is_given=is_given), part.shape, part.dtype))
                 else:
                     found.extend(self._wrapped(part, is_given=is_given))
                 if is_given and part.requires_grad and part.is_leaf:
@@ -319,7 +319,9 @@ class Capture(DispatchMode):
 
     def _numbers(self, tensor: Tensor) -> list[int]:
         at = len(self.calls)
-        return [self.storages.number(storage, device, at, is_given=True) for storage, device in storages_of(tensor)]
+        counts = tensor.is_meta and self._counts_meta
+        parts = [(tensor.untyped_storage(), tensor.device)] if counts else storages_of(tensor)
+        return [self.storages.number(storage, device, at, is_given=True) for storage, device in parts]
 
     # What autograd keeps.
 
@@ -405,17 +407,20 @@ class Capture(DispatchMode):
 
     @contextmanager
     def following(self) -> Iterator[DispatchMode]:
-        """What is called inside with grad mode off is an optimiser's, on fake tensors, and is not timed.
+        """What is called inside with grad mode off is an optimiser's, on tensors without memory, and is not timed.
 
-        Gives a mode to be entered above the one that makes tensors fake; this one need not be entered.
+        Gives a mode to be entered; this one need not be, or may be switched off.
         """
         timer, self.timer = self.timer, NoTimer()
+        snapshot, self._snapshot = self._snapshot, None
         self._stepping.append(current_pass())
+        self._counts_meta = True
         try:
             yield _Above(self)
         finally:
+            self._counts_meta = False
             self._stepping.pop()
-            self.timer = timer
+            self.timer, self._snapshot = timer, snapshot
 
 
 class _Above(DispatchMode):

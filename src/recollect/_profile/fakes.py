@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect._core.operators import is_wrapper
+from recollect._core.operators import is_wrapper, parts_of
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.fake import is_fake, is_uninitialized, storage_key
 
@@ -17,16 +17,18 @@ class Fakes:
 
     Args:
         dtype: of all that are floating-point; None: as they are.
+        on_meta: whether they are to be on ``meta``, which needs no mode and is ten times as quick; tensors that wrap
+            one other are then taken as that.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype | None = None, *, on_meta: bool = False) -> None:
+        self._dtype, self._on_meta = dtype, on_meta
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor it stands for, whose identity is the key
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake tensor for this one; itself if it is one. To be called inside the mode."""
-        if is_fake(tensor):
+        """The fake tensor for this one; itself if it is one. To be called inside the mode, unless it is on meta."""
+        if is_fake(tensor) or (self._on_meta and tensor.is_meta):
             return tensor
         found = self._made.get(id(tensor))
         if found is None:
@@ -41,9 +43,11 @@ class Fakes:
         return args[0]
 
     def _make(self, tensor: Tensor) -> Tensor:
-        _check_kind(tensor)
+        inside = parts_of(tensor) if self._on_meta and is_wrapper(tensor) else []
+        plain = inside[0] if len(inside) == 1 else tensor
+        _check_kind(plain)
         with torch.no_grad():
-            fake = self._view(tensor)
+            fake = self._view(plain)
             if isinstance(tensor, nn.Parameter):
                 parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                 parameter.__dict__.update(tensor.__dict__)
@@ -56,7 +60,7 @@ class Fakes:
         base = self._bases.get(key)
         if base is None:
             count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            base = self._bases[key] = torch.empty(count, dtype=dtype, device="cpu")
+            base = self._bases[key] = torch.empty(count, dtype=dtype, device="meta" if self._on_meta else "cpu")
         return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
 
 

@@ -10,8 +10,8 @@ How it is used, after backward::
         for fake, real in shadow.pairs():            # none in a dry step, where parameters are fake already
             capture.storages.alias(fake.untyped_storage(), number of real's storage)
         ...                                          # count shadow.states
-        with capture.optimizing():
-            shadow.step(watch=capture)
+        with capture.following() as watch:
+            shadow.step(watch)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shadow:
         name: of the optimiser's class.
         states: its state, as fake tensors.
         notes: what could not be found out, in sentences.
-        mode: in which its tensors are fake, if it is not on already.
+        mode: in which its tensors are fake, if they need one.
         run: steps once; None if that cannot be.
         known: all tensors of it that stand for others, with those.
     """
@@ -69,7 +69,7 @@ class Shadow:
         """Step once.
 
         Args:
-            watch: a mode to enter around the step, above the one that makes tensors fake.
+            watch: a mode to enter around the step.
         """
         if self.run is not None:
             with self.mode, watch or nullcontext(), _Answers():
@@ -83,7 +83,7 @@ def shadow_of(optimizer: Kind, parameters: Iterable[Tensor], *, on_cuda: bool) -
     Args:
         optimizer: an instance or a class.
         parameters: that a class is to have; those of an instance are its own. Fake ones are taken as they are, inside
-            the mode that made them; real ones are only looked at.
+            the mode that made them; of real ones, shapes are looked at, and tensors on ``meta`` stand for them.
         on_cuda: whether it is to do what it would by default do on CUDA.
 
     >>> from torch import nn
@@ -97,16 +97,30 @@ def shadow_of(optimizer: Kind, parameters: Iterable[Tensor], *, on_cuda: bool) -
         real = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     else:
         name, real = optimizer.__name__, [*parameters]
-    fakes = Fakes()
-    shadow = Shadow(name=name, mode=nullcontext() if any(map(is_fake, real)) else fake_mode())
-    with shadow.mode:
+    shadow = _cast(name, optimizer, real, Fakes(on_meta=True), nullcontext(), on_cuda=on_cuda)
+    if shadow.run is None and not any(map(is_fake, real)):  # fused kernels are for devices, which fake tensors have
+        shadow = _cast(name, optimizer, real, Fakes(), fake_mode(), on_cuda=on_cuda)
+    yield shadow
+
+
+def _cast(
+    name: str,
+    optimizer: Kind,
+    real: list[Tensor],
+    fakes: Fakes,
+    mode: AbstractContextManager[Any],
+    *,
+    on_cuda: bool,
+) -> Shadow:
+    shadow = Shadow(name=name, mode=mode)
+    with mode:
         shadow.known = [(fakes.of(parameter), parameter) for parameter in real]
         _prepare(shadow, optimizer, fakes.of, on_cuda=on_cuda)
         for fake, parameter in list(shadow.pairs()):
             if parameter.is_leaf and parameter.grad is not None:
                 fake.grad = fakes.of(parameter.grad)
                 shadow.known.append((fake.grad, parameter.grad))
-    yield shadow
+    return shadow
 
 
 @contextmanager
@@ -292,7 +306,7 @@ class _Answers(DispatchMode):
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, or answer."""
-        if func is READ_SCALAR and is_fake(args[0]):
+        if func is READ_SCALAR and (args[0].is_meta or is_fake(args[0])):
             dtype = args[0].dtype
             return False if dtype is torch.bool else 2.0 if dtype.is_floating_point else 2
         return func(*args, **kwargs)
