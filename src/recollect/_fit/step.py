@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -93,19 +94,17 @@ class StepProfiler:
         self._states: list[tuple[Source, Any]] = []
         self._notes: list[str] = []
         self._stepped: list[str] = []
-        self._shadows = ExitStack()
+        self._stack = ExitStack()
         self._rules: tuple[RuleEntry, ...] = ()
         self.profile: Profile
 
     def __enter__(self) -> Self:
         self._states = [(source, source.read()) for source in _generators()]
-        self._rules = describe_rules(self._modules)
-        if self._restores:
-            for module in self._modules:
-                self._snapshot.note_module(module)
-            for optimizer in self._optimizers:
-                self._snapshot.note_optimizer(optimizer)
         try:
+            self._stack.enter_context(quick_collections())
+            self._rules = describe_rules(self._modules)
+            if self._restores:
+                self._note()
             self._include()
             if self._restores and self._is_cuda:
                 self._shadow_optimizers()
@@ -131,6 +130,12 @@ class StepProfiler:
         finally:
             self._put_back()
 
+    def _note(self) -> None:
+        for module in self._modules:
+            self._snapshot.note_module(module)
+        for optimizer in self._optimizers:
+            self._snapshot.note_optimizer(optimizer)
+
     def clear_gradients(self) -> None:
         """Begin without gradients, as after ``zero_grad``; the old ones come back in the end."""
         self._snapshot.clear_gradients()
@@ -140,7 +145,7 @@ class StepProfiler:
         from recollect._profile.optimizer import with_shadow_steps
 
         for optimizer in self._optimizers:
-            self._shadows.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
+            self._stack.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
 
     def _put_back(self) -> None:
         try:
@@ -150,7 +155,7 @@ class StepProfiler:
             raise
 
     def _put_back_once(self) -> None:
-        self._shadows.close()
+        self._stack.close()
         if self._restores:
             self._snapshot.restore()
         put_back(self._states)
@@ -316,6 +321,22 @@ def _memory_model_of(device: torch.device) -> Translation | None:
     from recollect._profile.translate import workspaces_on
 
     return workspaces_on(device)
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Let the garbage collector leave alone what is there now: what a profile notes makes it run more often.
+
+    Measured: up to 0.15 s of a 0.45 s profile, each time that it looks through all of torch.
+    """
+    freezes = gc.isenabled() and not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
 
 
 def region_here() -> str:
