@@ -1,6 +1,9 @@
 """A profiled step leaves everything as it was found, whatever the step does, and also if it fails."""
 
+import gc
 import random
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -244,3 +247,77 @@ def test_lazy_modules_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"parameter '0\.weight' of Sequential is lazy: the first call") as caught:
         recollect.profile(nn.Sequential(nn.LazyLinear(8)), X)
     assert "Call the model once before it is profiled" in str(caught.value)
+
+
+def test_a_graph_made_before_can_run_after() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(X).sum()
+
+    def step() -> None:
+        model(X).sum().backward()
+        optimizer.step()
+
+    recollect.profile(step)
+    loss.backward()
+
+
+def test_hooks_of_the_step_are_gone_after_it() -> None:
+    model = mlp()
+    before = state_of(model)
+
+    def step() -> None:
+        model[0].register_forward_hook(lambda *_: None)
+        model[2].register_full_backward_hook(lambda *_: None)
+        model(X).sum().backward()
+
+    recollect.profile(step)
+    assert_same(state_of(model), before)
+
+
+def test_an_attribute_is_no_global_of_the_same_name() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.large_model = nn.Linear(4, 4)
+
+        def step(self) -> None:
+            self.large_model(torch.ones(2, 4)).sum().backward()
+
+    assert recollect.profile(Trainer().step).peak_bytes < large_model.weight.nbytes
+
+
+large_model = nn.Linear(500, 500)
+
+
+def test_what_runs_on_another_thread_is_said_not_to_be_seen() -> None:
+    model, norm = mlp(), nn.BatchNorm1d(16)
+
+    def step() -> None:
+        other = threading.Thread(target=norm, args=(X,))
+        other.start()
+        other.join()
+        model(X).sum().backward()
+
+    found = recollect.profile(step)
+    assert any("of the parameters and buffers 1 changed past the profiler, as on" in note for note in found.notes)
+    assert not any("past the profiler" in note for note in recollect.profile(model, X).notes)
+
+
+def test_nothing_is_held_after_a_profile() -> None:
+    models, x = [mlp()], X.clone()
+
+    def step(x: Tensor) -> None:
+        models[0](x).sum().backward()
+        torch.optim.SGD(models[0].parameters(), lr=0.1).step()
+
+    recollect.profile(step, x)
+    gc.collect()
+    weak = weakref.ref(x), weakref.ref(models[0][0].weight)
+    gc.disable()
+    try:
+        recollect.profile(step, x)
+        del step, x
+        models.clear()
+        assert [one() for one in weak] == [None, None]
+    finally:
+        gc.enable()

@@ -129,6 +129,11 @@ class StepProfiler:
                 self.profile = self._conclude(spans, allocators)
         finally:
             self._put_back()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold nothing of the step any more, without waiting for the garbage collector: some of it hangs in circles."""
+        del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known
 
     def _note(self) -> None:
         for module in self._modules:
@@ -277,6 +282,12 @@ class StepProfiler:
             yield "regions ran for the first time under their policies and learned: later steps take less"
         if not any(call.phase is Phase.BACKWARD for call in self._capture.calls):
             yield "no backward ran: what would be kept for it is not known"
+        missed = self._snapshot.count_missed() if self._restores else 0
+        if missed:
+            yield (
+                f"of the parameters and buffers {missed} changed past the profiler, as on another thread: they are not "
+                "put back, and what runs there is not seen"
+            )
         if self._capture.saw_torch_checkpoint:
             yield "torch.utils.checkpoint recomputes here: what it keeps to do so is not among what is saved"
         if any(map(_is_compiled, self._modules)) and self._dry is None:

@@ -55,7 +55,8 @@ def assemble(capture: Capture, known: Known, seconds: Sequence[float | None]) ->
     """The calls, storages and saved edges of a captured step; `seconds` are of its first calls, others have none."""
     raws = capture.calls
     for raw in raws:
-        if raw.phase is Phase.RECOMPUTATION and not raw.module and raw.run is not None and raw.region in known.paths:
+        runs_again = raw.phase is Phase.RECOMPUTATION and (raw.run is not None or not raw.source)
+        if runs_again and not raw.module and raw.region in known.paths:
             raw.module = raw.region  # whose own code runs again, without a call of the module
     links = _Links(raws)
     forwards = [links.forward_of(raw) for raw in raws]
@@ -116,7 +117,7 @@ class _Links:
             nth = self._again[raw.run, *place]
             self._again[raw.run, *place] += 1
             alike = self._alike.get(place, [])
-            return alike[nth] if nth < len(alike) else None
+            return alike[nth % len(alike)] if alike else None  # regions in each other run again several times
         return None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import Token
 from types import TracebackType
 from typing import Any, Self
 from weakref import ref
@@ -160,8 +159,7 @@ class Capture(DispatchMode):
         self._open: set[int] = set()
         self._walked: set[int] = set()
         self._leaves: dict[int, ref[Tensor]] = {}
-        self._handles: list[Any] = []
-        self._token: Token[Any] | None = None
+        self._leaving = ExitStack()
 
     def include(self, tensor: Tensor) -> list[int]:
         """Count a tensor that is there before the step; gives the numbers of its storages."""
@@ -171,24 +169,21 @@ class Capture(DispatchMode):
         return numbers
 
     def __enter__(self) -> Self:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        self._token = watcher.set(self._scopes)
-        return super().__enter__()
+        with ExitStack() as stack:  # an interrupt at any place leaves nothing behind
+            stack.callback(self.timer.settle)
+            stack.callback(self._note_gradients)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(watcher.reset, watcher.set(self._scopes))
+            super().__enter__()
+            stack.push(super().__exit__)
+            self._leaving = stack.pop_all()
+        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as stack:  # an interrupt at any place leaves nothing behind
-            stack.callback(self.timer.settle)
-            stack.callback(self._note_gradients)
-            for handle in self._handles:
-                stack.callback(handle.remove)
-            if self._token is not None:
-                stack.callback(watcher.reset, self._token)
-            stack.callback(super().__exit__, exc_type, exc, traceback)
+        self._leaving.__exit__(exc_type, exc, traceback)
 
     # Operators. What runs here runs once per operator, so that it is written out: a profiled step takes some tens of
     # microseconds more for each.
@@ -220,6 +215,15 @@ class Capture(DispatchMode):
         if self._progress is not None and len(self.calls) % _PROGRESS_EVERY == 0:
             self._progress(len(self.calls))
         return result
+
+    def write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write down an operator that is not run and would give nothing."""
+        with self._lock:
+            call = RawCall()
+            call.operator, call.span = operator, None
+            self._write_down(call, args, kwargs, None, _written(operator, args, kwargs))
+            self._place(call, -1, None)
+            self.calls.append(call)
 
     def _note_birth(self, result: Any) -> None:
         with self._lock:
@@ -293,13 +297,16 @@ class Capture(DispatchMode):
 
     def _values(self, values: Iterable[Any], *, is_given: bool) -> list[RawValue]:
         found: list[RawValue] = []
-        number, at = self.storages.number, len(self.calls)
+        log, at = self.storages, len(self.calls)
         for part in values:
             if isinstance(part, Tensor):
                 if type(part) in _PLAIN and part.layout is torch.strided:
                     if not part.is_meta or self._counts_meta:
                         storage = part.untyped_storage()
-                        found.append((number(storage, part.device, at, is_given=is_given), part.shape, part.dtype))
+                        number = log.find_same(storage)
+                        if number is None:
+                            number = log.number(storage, part.device, at, is_given=is_given)
+                        found.append((number, part.shape, part.dtype))
                 else:
                     found.extend(self._wrapped(part, is_given=is_given))
                 if is_given and part.requires_grad and part.is_leaf:
@@ -433,7 +440,14 @@ class _Above(DispatchMode):
         self._capture = capture
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and write it down."""
+        """Run the operator and write it down.
+
+        One that writes into lists of tensors is not run: it gives nothing new, and torch takes 0.1 ms for each tensor.
+        """
+        operator = operator_of(func)
+        if operator.writes and operator.name.startswith("aten._foreach_"):
+            self._capture.write(operator, args, kwargs)
+            return None
         return self._capture.meet(func, args, kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
@@ -103,7 +104,10 @@ def _attributes(owner: Any) -> list[Any]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """The names that code looks up in its module; attributes of the same name are others."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)

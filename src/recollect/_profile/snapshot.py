@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._core.torch_private.versions import set_version, version_of
 from recollect._profile.contents import Contents
 from recollect._profile.storages import Found, storages_of
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_TABLES = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
 _DEEPEST = 6  # states of optimisers are dicts of dicts, some with lists in them
 
 
@@ -29,18 +34,18 @@ class Snapshot:
         self._contents = Contents()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._gradients: dict[int, _Gradient] = {}
-        self._memory: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._memory: dict[int, _Memory] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def note_module(self, module: nn.Module) -> None:
-        """Keep which tensors and parts a module has, their gradients and flags."""
+        """Keep which tensors, parts and hooks a module has, the gradients and flags."""
         for part in module.modules():
             for name in _TABLES:
                 self._contents.note(vars(part).get(name))
             self._modes.append((part, part.training))
         for tensor in (*module.parameters(), *module.buffers()):
-            self._memory.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
+            self._memory.setdefault(id(tensor), _Memory(tensor))
         for parameter in module.parameters():
             self.note_leaf(parameter)
 
@@ -77,6 +82,13 @@ class Snapshot:
             if leaf is not None:
                 leaf.grad = None
 
+    def count_missed(self) -> int:
+        """How many parameters and buffers were written into past the operators that were seen: they stay so."""
+        return sum(
+            memory.was_written and not any(id(storage) in self._written for storage, _ in storages_of(memory.tensor))
+            for memory in self._memory.values()
+        )
+
     def restore(self) -> None:
         """Put everything back."""
         for storage, copy in self._written.values():
@@ -84,17 +96,37 @@ class Snapshot:
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._contents.restore()
-        for tensor, before, requires_grad in self._memory.values():
-            if not _is_same_memory(tensor, before):
-                tensor.data = before
-            if tensor.is_leaf and tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
+        for memory in self._memory.values():
+            memory.restore()
         for module, training in self._modes:
             module.training = training
         for gradient in self._gradients.values():
             gradient.restore()
         for generator, state in self._generators.values():
             generator.set_state(state)
+
+
+class _Memory:
+    """The memory that a parameter or buffer had, how often it had been written into, and whether it was trained."""
+
+    __slots__ = ("_before", "_requires_grad", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._before = tensor, tensor.data
+        self._version, self._requires_grad = version_of(tensor), tensor.requires_grad
+
+    @property
+    def was_written(self) -> bool:
+        """Whether it was written into, and still is the same memory."""
+        return version_of(self.tensor) != self._version and _is_same_memory(self.tensor, self._before)
+
+    def restore(self) -> None:
+        tensor = self.tensor
+        if not _is_same_memory(tensor, self._before):
+            tensor.data = self._before
+        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+            tensor.requires_grad_(self._requires_grad)
+        set_version(tensor, self._version)
 
 
 class _Gradient:

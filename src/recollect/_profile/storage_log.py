@@ -97,10 +97,12 @@ class StorageLog:
         self.entries.append(Entry(nbytes, entry.device, max(call, 0), is_given=entry.is_given))
         self._resized[tracked.key] = tracked
 
-    def find(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a storage that was met and is there."""
+    def find_same(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage that was met, if it has the size that it had; call `settle` before."""
         tracked = self._tracked.get(id(storage))
-        return tracked.number if tracked is not None and tracked() is storage else None
+        if tracked is None or self.entries[tracked.number].nbytes != storage.nbytes():
+            return None
+        return tracked.number
 
     def include(self, tensor: Tensor) -> list[int]:
         """The numbers of what a tensor is made of, which was there before the step."""
