@@ -94,6 +94,7 @@ class StepProfiler:
         self._states: list[tuple[Source, Any]] = []
         self._notes: list[str] = []
         self._stepped: list[str] = []
+        self._shadows: list[Shadow] = []
         self._stack = ExitStack()
         self._rules: tuple[RuleEntry, ...] = ()
         self.profile: Profile
@@ -133,7 +134,7 @@ class StepProfiler:
 
     def _let_go(self) -> None:
         """Hold nothing of the step any more, without waiting for the garbage collector: some of it hangs in circles."""
-        del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known
+        del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known, self._shadows
 
     def _note(self) -> None:
         for module in self._modules:
@@ -203,8 +204,9 @@ class StepProfiler:
             self._follow(shadow)
 
     def _follow(self, shadow: Shadow) -> None:
-        """Let an optimiser's shadow step, whose state was there before."""
+        """Let an optimiser's shadow step, whose state was there before and stays."""
         capture = self._capture
+        self._shadows.append(shadow)
         for fake, real in shadow.pairs():
             for number in capture.include(real):
                 capture.storages.alias(fake.untyped_storage(), number)
@@ -236,7 +238,6 @@ class StepProfiler:
         known.paths = frozenset(entry.path for entry in entries)
         known.blocks = frozenset(self._find_block_paths())
         parts = assemble(capture, known, seconds)
-        clock = Clock.ROOFLINE if dry is not None else Clock.DEVICE if self._is_cuda else Clock.HOST
         rules = describe_rules(self._modules)
         self._notes += self._limits(rules)
         names = [*self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
@@ -246,7 +247,7 @@ class StepProfiler:
             saved=parts.saved,
             device=describe_device(self._device) if dry is None else dry.device.name,
             name=self._name,
-            clock=clock,
+            clock=capture.timer.clock or Clock.ROOFLINE,
             is_dry=dry is not None,
             rounding_bytes=512 if self._is_cuda else 1,
             fixed_bytes=0 if model is None else model.fixed_bytes,
@@ -376,6 +377,7 @@ def device_of(modules: Sequence[nn.Module], inputs: Any) -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
+    """What reports call a device that is here."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
