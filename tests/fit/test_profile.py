@@ -308,6 +308,8 @@ def test_where_optimisers_step_on_fake_tensors_the_profile_is_the_same(steps_bef
     shadow = profiler.profile
     assert "the step of AdamW was not run: its memory and time are estimated" in shadow.notes
     assert shadow.optimizer == real.optimizer == "AdamW"
+    lasting = [storage for storage in shadow.storages if storage.category is Category.OPTIMIZER]
+    assert all(storage.freed_at is None for storage in lasting)
     stepped = calls(shadow, Phase.OPTIMIZER)
     assert {call.op for call in stepped} >= {"aten._foreach_addcdiv_.ScalarList"}  # as CUDA does it by default
     assert {call.module for call in stepped} >= {"first"}
@@ -594,6 +596,7 @@ def test_progress_is_told() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5"])
 def test_models_of_transformers_are_profiled(kind: str) -> None:
+    pytest.importorskip("transformers")
     from tests.apply.test_trainers import TOKENS, transformers_models
 
     torch.manual_seed(0)
