@@ -138,17 +138,22 @@ class Profile:
         for number, storage in enumerate(self.storages):
             _check_storage(storage, len(self.calls), f"storage {number}")
         for number, call in enumerate(self.calls):
-            where = f"call {number} ({call.op})"
-            _check_sizes(where, flops=call.flops, workspace_bytes=call.workspace_bytes)
-            if call.seconds is not None and not 0 <= call.seconds < _LONGEST_S:
-                message = f"{where} takes {call.seconds} seconds"
-                raise ValueError(message)
-            used = {*call.reads, *(value.storage for value in call.outputs)}
-            _check_indices(used, len(self.storages), where, "storage")
-            _check_indices({call.forward or 0}, len(self.calls), where, "call")
+            self._check_call(call, f"call {number} ({call.op})")
         for edge in self.saved:
             _check_indices({edge.storage}, len(self.storages), f"{edge}", "storage")
             _check_indices({edge.by, edge.reader or 0}, len(self.calls), f"{edge}", "call")
+
+    def _check_call(self, call: OpCall, where: str) -> None:
+        count = len(self.storages)
+        for value in (*call.inputs, *call.outputs):
+            if not 0 <= value.storage < count:
+                _check_indices({value.storage}, count, where, "storage")
+        _check_indices(set(call.writes), count, where, "storage")
+        _check_indices({call.forward or 0}, len(self.calls), where, "call")
+        _check_sizes(where, flops=call.flops, workspace_bytes=call.workspace_bytes)
+        if call.seconds is not None and not 0 <= call.seconds < _LONGEST_S:
+            message = f"{where} takes {call.seconds} seconds"
+            raise ValueError(message)
 
     @property
     def forward_count(self) -> int:

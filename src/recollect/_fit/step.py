@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from recollect._profile.optimizer import Kind, Shadow
     from recollect._profile.translate import Translation
 
+_NEVER = 10**9
+
 
 class StepProfiler:
     """Profiles what runs between `__enter__` and `__exit__`, which may be in different frames of one thread.
@@ -337,18 +339,16 @@ def _memory_model_of(device: torch.device) -> Translation | None:
 
 @contextmanager
 def quick_collections() -> Iterator[None]:
-    """Let the garbage collector leave alone what is there now: what a profile notes makes it run more often.
+    """Let the garbage collector look at young objects only: what a profile notes makes it run more often.
 
     Measured: up to 0.15 s of a 0.45 s profile, each time that it looks through all of torch.
     """
-    freezes = gc.isenabled() and not gc.get_freeze_count()
-    if freezes:
-        gc.freeze()
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], _NEVER)
     try:
         yield
     finally:
-        if freezes:
-            gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 def region_here() -> str:
