@@ -1,5 +1,7 @@
 """The command line as a program: help, version, completion, exit codes, and what it does when it is cut short."""
 
+import contextlib
+import importlib
 import os
 import re
 import signal
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 from recollect._cli import main as entry
-from recollect._cli.endings import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE, end_quietly
+from recollect._cli.endings import FAILED, INTERRUPTED, PIPE_CLOSED, WRONG_USAGE, end_quietly
 from tests.cli.commands import environment, recollect
 from tests.cli.conftest import Invoke
+from tests.report.steps import transformer_step
 
 ESCAPE = "\x1b"
 COMMANDS = ("profile", "report", "doctor", "demo")
@@ -108,6 +111,44 @@ def test_an_interrupted_command_ends_with_130_and_no_traceback(folder: Path) -> 
     assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 
+def test_an_interrupt_while_the_commands_are_loaded_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == INTERRUPTED
+
+
+def test_closed_streams_lead_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "step.json").write_text(transformer_step(layers=2).to_json(), "utf-8")
+    monkeypatch.setattr(sys, "argv", ["recollect", "report", "step.json"])
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 0
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        assert stream.name == os.devnull
+        stream.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("buffering", [-1, 1], ids=["noticed at the end", "noticed at once"])
+def test_output_that_finds_no_room_is_an_error_in_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], buffering: int
+) -> None:
+    (folder / "step.json").write_text(transformer_step(layers=2).to_json(), "utf-8")
+    monkeypatch.setattr(sys, "argv", ["recollect", "report", "step.json"])
+    with Path("/dev/full").open("w", buffering, encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            entry.main()
+    assert ended.value.code == FAILED
+    assert capsys.readouterr().err == "error: standard output cannot be written: No space left on device\n"
+
+
 def test_output_that_nobody_reads_ends_the_command_quietly(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -135,6 +176,17 @@ def test_the_program_loads_no_command_line_library_before_it_runs() -> None:
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.parametrize("write", ["say", "fail"])
+def test_messages_show_text_as_it_is(capsys: pytest.CaptureFixture[str], write: str) -> None:
+    import typer
+
+    from recollect._cli import screen
+
+    with contextlib.suppress(typer.Exit):
+        getattr(screen, write)("module x:x: has [bold]no[/] :smile:")
+    assert capsys.readouterr().err.endswith("module x:x: has [bold]no[/] :smile:\n")
+
+
 def test_progress_shows_only_where_there_is_a_terminal_and_patience_is_used_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,8 +198,8 @@ def test_progress_shows_only_where_there_is_a_terminal_and_patience_is_used_up(
     for is_terminal, quiet in ((True, False), (True, True), (False, False)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         monkeypatch.setenv("FORCE_COLOR", "1") if is_terminal else monkeypatch.delenv("FORCE_COLOR")
-        with screen.show_progress("counting", quiet=quiet) as show:
+        with screen.show_progress("counting a[1]:x:", quiet=quiet) as show:
             time.sleep(0.1)
             show(1, 2)
-        shown[is_terminal, quiet] = "counting" in capfd.readouterr().err
+        shown[is_terminal, quiet] = "counting a[1]:x:" in capfd.readouterr().err
     assert shown == {(True, False): True, (True, True): False, (False, False): False}

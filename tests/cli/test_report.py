@@ -131,8 +131,30 @@ def test_a_library_that_is_missing_is_named_without_a_traceback(
 def test_a_place_that_cannot_be_written_is_named(invoke: Invoke, folder: Path) -> None:
     (folder / "x.json").mkdir()
     done = invoke("report", "step.json", "--to", "x.json")
-    assert done.code == 2
-    assert done.err.startswith("error: cannot write a report to 'x.json': it is a directory; ")
+    assert (done.code, done.err) == (2, "error: x.json is a folder: name a file in it\n")
+
+
+@pytest.mark.usefixtures("step")
+def test_a_folder_without_an_ending_is_said_to_be_one(invoke: Invoke) -> None:
+    done = invoke("report", "step.json", "--to", ".")
+    assert (done.code, done.err) == (2, "error: . is a folder: name a file in it\n")
+
+
+@pytest.mark.usefixtures("step")
+def test_a_link_to_itself_is_refused(invoke: Invoke, folder: Path) -> None:
+    (folder / "x.html").symlink_to("x.html")
+    done = invoke("report", "step.json", "--to", "x.html")
+    assert (done.code, done.err) == (2, "error: x.html cannot be written: Too many levels of symbolic links\n")
+
+
+@pytest.mark.usefixtures("step")
+def test_that_a_report_cannot_be_written_is_said_once(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, content: bytes) -> None:
+        raise PermissionError(13, "Permission denied", f"{path}.part")
+
+    monkeypatch.setattr("recollect._fit.report._write", refuse)
+    done = invoke("report", "step.json", "--to", "x.html")
+    assert (done.code, done.err) == (2, "error: cannot write a report to 'x.html': Permission denied\n")
 
 
 def test_a_profile_taken_here_is_read_here(invoke: Invoke, folder: Path) -> None:

@@ -622,3 +622,12 @@ def test_times_are_measured_by_the_device() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert found.rounding_bytes == 512
     assert found.allocators[0].peak_bytes > 0
+
+
+def test_no_line_outside_of_the_step_is_taken_for_one_of_it() -> None:
+    found = recollect.profile(nn.Linear(2, 2), torch.ones(2, 2), optimizer=torch.optim.AdamW)
+    assert {call.source for call in found.calls} == {""}
+    lined = recollect.profile(nn.Linear(2, 2), torch.ones(2, 2), loss=lambda output: output.square().mean())
+    lines = {call.op: call.source for call in lined.calls if call.phase is Phase.FORWARD}
+    assert lines["aten.addmm.default"] == ""
+    assert lines["aten.mean.default"].startswith("test_profile.py:")

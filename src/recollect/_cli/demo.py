@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import recollect
 from recollect import policies
 from recollect._cli.report import check_path, write_report
-from recollect._cli.screen import show_progress
+from recollect._cli.screen import make_console, show_progress
 from recollect._cli.small_gpt import LAYERS, STEPS, Run, find_loss, train
 from recollect._core.graph import Profile
 
@@ -52,7 +51,7 @@ def demo(
     with show_progress("profiling", quiet=quiet):
         before, after = (profile_run(runs[name], name) for name in ("plain", "recollect"))
     write_report(after, html, against=before, top=20, quiet=True)
-    Console(highlight=False, soft_wrap=True).print(
+    make_console(soft_wrap=True).print(
         f"The report compares plain with recollect, value by value: {html.resolve()}", markup=False
     )
 
@@ -81,7 +80,7 @@ def print_runs(runs: dict[str, Run]) -> None:
             f"{run.losses[-1]:.4f}",
             "" if run is plain else f"{difference:g}",
         )
-    console = Console()
+    console = make_console()
     console.print(table)
     for name, run in list(runs.items())[1:]:
         memory, duration = run.peak_bytes / plain.peak_bytes, run.step_s / plain.step_s

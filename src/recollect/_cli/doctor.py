@@ -6,13 +6,12 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from recollect._cli.checks import CHECKS, Check, Device, State, list_devices
 from recollect._cli.endings import FAILED
-from recollect._cli.screen import ShowProgress, keep_stdout_clean, show_progress
+from recollect._cli.screen import ShowProgress, keep_stdout_clean, make_console, show_progress
 from recollect._core.documents import write_document
 from recollect._core.units import format_bytes
 from recollect._profile.links import Link, measure_links
@@ -80,7 +79,7 @@ def examine(show: ShowProgress) -> Findings:
 
 def print_findings(findings: Findings) -> None:
     """Print the findings as two tables."""
-    console = Console(highlight=False)
+    console = make_console()
     table = Table(title="what is here", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in ("check", "state", "found", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column in {"check", "state"})

@@ -1,9 +1,10 @@
 """How commands end: their exit codes, and what is quiet because the user meant it."""
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -32,13 +33,35 @@ def end_quietly(command: Callable[P, R]) -> Callable[P, R]:
     def ended(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             result = command(*args, **kwargs)
-            sys.stdout.flush()
+            with writing_output():
+                pass
         except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:
-            # What is still buffered would raise once more when the interpreter closes the stream.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             raise SystemExit(PIPE_CLOSED) from None
         return result
 
     return ended
+
+
+@contextlib.contextmanager
+def writing_output() -> Generator[None, None, None]:
+    """End the command with code 1, and say why, if what is written to standard output inside does not get there.
+
+    That nobody reads it any more is left to `end_quietly`.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_output()
+        sys.stderr.write(f"error: standard output cannot be written: {error.strerror or error}\n")
+        raise SystemExit(FAILED) from None
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere: it would raise once more when the interpreter closes the stream."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,9 +1,10 @@
 """The entry of the command line: it loads the commands, or says what is missing for them."""
 
 import importlib
+import os
 import sys
 
-from recollect._cli.endings import WRONG_USAGE
+from recollect._cli.endings import INTERRUPTED, WRONG_USAGE
 
 _NEEDED = ("rich", "typer")
 
@@ -13,6 +14,14 @@ def main() -> None:
 
     Nothing else of the package imports this, so that `import recollect` needs neither typer nor rich.
     """
+    _fill_closed_streams()
+    try:
+        _run()
+    except KeyboardInterrupt:  # while the commands are loaded; once one runs, it says itself how it ends
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _run() -> None:
     missing = [name for name in _NEEDED if not _is_there(name)]
     if missing:
         sys.stderr.write(
@@ -22,6 +31,16 @@ def main() -> None:
     from recollect._cli.app import app
 
     app(prog_name="recollect")
+
+
+def _fill_closed_streams() -> None:
+    """Let a stream that the shell closed, as ``>&-`` does, lead nowhere: Python has None in its place.
+
+    Nor can a file that is opened later get the stream's number, and what others write there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 (open to the end)
 
 
 def _is_there(name: str) -> bool:

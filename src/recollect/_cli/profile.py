@@ -14,12 +14,12 @@ import typer
 from torch import nn
 
 import recollect
-from recollect._cli.endings import FAILED
-from recollect._cli.report import check_path, write_file, write_report
+from recollect._cli.endings import FAILED, writing_output
+from recollect._cli.report import check_path, print_report, write_file, write_report
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, say, show_progress
 from recollect._cli.script import profile_script
 from recollect._cli.seen import Seen
-from recollect._cli.subject import move_subject, read_subject
+from recollect._cli.subject import check_function, move_subject, read_subject
 from recollect._cli.target import Function, find_target
 from recollect._cli.users_code import users_code
 from recollect._core.calls import Phase
@@ -108,6 +108,8 @@ def profile(
             check_path(path, (ending,))
     if html == _STANDARD_OUTPUT:
         fail("--html -: a page cannot go to standard output; give a file")
+    # The user's code may change the folder.
+    page, data = (None if path is None else path.absolute() for path in (html, json))
     options = _Options(device=device, dtype=dtype, optimizer=optimizer, dry=dry, step=step)
     with contextlib.ExitStack() as stack:
         if json == _STANDARD_OUTPUT:
@@ -115,14 +117,16 @@ def profile(
         progress = stack.enter_context(show_progress(f"profiling {target}", quiet=quiet))
         with users_code(shows_all=traceback), on_oom():
             taken = options.take(target, args or [], progress)
-    if json is not None and json != _STANDARD_OUTPUT:
-        write_file(json, taken.to_json() + "\n", quiet=quiet)
-    if html is not None:
-        write_report(taken, html, against=None, top=top, quiet=quiet)
-    if json == _STANDARD_OUTPUT:
-        sys.stdout.write(taken.to_json() + "\n")
-    else:
-        write_report(taken, None, against=None, top=top, quiet=quiet)
+    with contextlib.ExitStack() as stack:  # what cannot be written does not keep the others from being written
+        if page is not None:
+            stack.callback(write_report, taken, page, against=None, top=top, quiet=quiet, called=html)
+        if json == _STANDARD_OUTPUT:
+            with writing_output():
+                sys.stdout.write(taken.to_json() + "\n")
+            return
+        if data is not None:
+            stack.callback(write_file, data, taken.to_json() + "\n", quiet=quiet, called=json)
+        print_report(taken, against=None, top=top)
 
 
 class _Options:
@@ -149,6 +153,7 @@ class _Options:
         return profile_script(found.path, args, step=self.step, progress=progress)
 
     def _take_function(self, function: Function, progress: ShowProgress) -> Profile:
+        check_function(function.call, function.name)
         with Seen() as seen:
             result = self._call(function)
         subject = read_subject(result, function.call, function.name)

@@ -1,10 +1,12 @@
 """`recollect report`: shows profiles that were written before, or writes them in another form."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from recollect._cli.endings import writing_output
 from recollect._cli.screen import fail, say, show_progress
 from recollect._core.graph import Profile
 from recollect._fit.report import report as make_report
@@ -50,19 +52,34 @@ def report(
         read = [read_profile(path) for path in (profile, other) if path is not None]
     # The report is about the last one; the first is what it is compared with.
     before = read[0] if other is not None else None
-    write_report(read[-1], to, against=before, top=top, quiet=quiet)
+    if to is None:
+        print_report(read[-1], against=before, top=top)
+    else:
+        write_report(read[-1], to, against=before, top=top, quiet=quiet)
 
 
 def check_path(path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
-    """Refuse a file before the work is done: its ending says nothing, or it has no folder.
+    """Refuse a file before the work is done: its ending says nothing, or it cannot be written.
 
     Raises:
         typer.Exit: said on standard error.
     """
-    if not path.name.endswith(endings):
-        fail(f"{path}: the ending of a file says what to write; expected {' or '.join(endings)}")
-    if not path.parent.is_dir():
-        fail(f"{path}: there is no folder {path.parent}")
+    try:
+        if path.is_dir():
+            fail(f"{path} is a folder: name a file in it")
+        if not path.name.endswith(endings):
+            fail(f"{path}: the ending of a file says what to write; expected {' or '.join(endings)}")
+        if not path.parent.is_dir():
+            fail(f"{path}: there is no folder {path.parent}")
+        needed = path
+        try:
+            path.stat()
+        except FileNotFoundError:
+            needed = path.parent
+    except OSError as error:  # the name is too long, a link leads to itself, a folder may not be looked into
+        fail(f"{path} cannot be written: {error.strerror}")
+    if not os.access(needed, os.W_OK):
+        fail(f"{path} cannot be written: there is no permission to write to {needed}")
 
 
 def read_profile(path: Path) -> Profile:
@@ -81,8 +98,14 @@ def read_profile(path: Path) -> Profile:
         fail(f"{path}: {error}")
 
 
-def write_file(path: Path, text: str, *, quiet: bool) -> None:
+def write_file(path: Path, text: str, *, quiet: bool, called: Path | None = None) -> None:
     """Write text to a file and say so.
+
+    Args:
+        path: of the file.
+        text: that it is to have.
+        quiet: whether to say nothing.
+        called: the path as the user gave it, which messages use; by default `path`.
 
     Raises:
         typer.Exit: it cannot be written; said on standard error.
@@ -90,28 +113,49 @@ def write_file(path: Path, text: str, *, quiet: bool) -> None:
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}")
+        fail(f"{called or path} cannot be written: {error.strerror}")
     if not quiet:
-        say(f"wrote {path}")
+        say(f"wrote {called or path}")
 
 
-def write_report(profile: Profile, to: Path | None, *, against: Profile | None, top: int, quiet: bool) -> None:
-    """Print a report, or write it to a file and say so.
+def print_report(profile: Profile, *, against: Profile | None, top: int) -> None:
+    """Print a report.
+
+    Raises:
+        typer.Exit: what writes it is not installed; said on standard error.
+        SystemExit: standard output cannot be written; said on standard error.
+    """
+    try:
+        with writing_output():
+            make_report(profile, against=against, top=top)
+    except (ImportError, ValueError) as error:
+        fail(str(error))
+
+
+def write_report(
+    profile: Profile, to: Path, *, against: Profile | None, top: int, quiet: bool, called: Path | None = None
+) -> None:
+    """Write a report to a file and say so.
+
+    Args:
+        profile: to show.
+        to: path of the file.
+        against: with which it is compared.
+        top: rows of each table.
+        quiet: whether to say nothing.
+        called: the path as the user gave it, which messages use; by default `to`.
 
     Raises:
         typer.Exit: the file cannot be written, or what writes it is not installed; said on standard error.
     """
     try:
-        if to is None:
-            make_report(profile, against=against, top=top)
-            return
-        with show_progress(f"writing {to}", quiet=quiet):
+        with show_progress(f"writing {called or to}", quiet=quiet):
             make_report(profile, to, against=against, top=top)
     except BrokenPipeError:
         raise
     except OSError as error:
-        fail(f"{to} cannot be written: {error.strerror}" if error.strerror else str(error))
+        fail(error.strerror or str(error))
     except (ImportError, ValueError) as error:
         fail(str(error))
     if not quiet:
-        say(f"wrote {to}")
+        say(f"wrote {called or to}")

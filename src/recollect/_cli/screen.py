@@ -19,9 +19,18 @@ ShowProgress = Callable[[int, int | None], None]
 _PATIENCE_S = 1.0
 
 
+def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """A console that shows text as it is: ``module:Class:`` would come out as an emoji otherwise.
+
+    >>> make_console().print("no module named x:x:")
+    no module named x:x:
+    """
+    return Console(stderr=stderr, soft_wrap=soft_wrap, highlight=False, emoji=False)
+
+
 def say(message: str) -> None:
     """Write a message to standard error, for people: colour and markup only where there is a terminal."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)
+    make_console(stderr=True, soft_wrap=True).print(message, markup=False)
 
 
 def fail(message: str, *, code: int = WRONG_USAGE) -> NoReturn:
@@ -30,7 +39,7 @@ def fail(message: str, *, code: int = WRONG_USAGE) -> NoReturn:
     Raises:
         typer.Exit: always.
     """
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = make_console(stderr=True, soft_wrap=True)
     console.print("[bold red]error:[/]", end=" ")
     console.print(message, markup=False)
     raise typer.Exit(code)
@@ -49,11 +58,11 @@ def show_progress(what: str, *, quiet: bool = False) -> Generator[ShowProgress, 
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
     bar = Progress(
         *columns,
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=make_console(stderr=True),
         transient=True,
         # What is printed meanwhile goes above the bar; a file that takes the output must not lose it to the terminal.
         redirect_stdout=sys.stdout.isatty(),

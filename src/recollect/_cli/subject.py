@@ -1,5 +1,7 @@
 """What there is to profile, as the function that the user names gives it."""
 
+import inspect
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,11 +32,12 @@ class Subject:
 def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject:
     """What a function means by its result.
 
-    A module, or a tuple that starts with one, is a model and its inputs. A mapping with a model or a step names them.
-    Another callable runs a step. With anything else the function itself was a step, and is to run once more.
+    A module, or a tuple or list that starts with one, is a model and its inputs. A mapping with a model or a step names
+    them. Another callable runs a step. With anything else the function itself was a step, and is to run once more.
 
     Raises:
-        typer.Exit: a mapping has keys that mean nothing, or lacks a model; said on standard error.
+        typer.Exit: a mapping has keys that mean nothing, or lacks a model; or a step is no function, or does not run
+            when it is called; said on standard error.
 
     >>> def make():
     ...     return nn.Linear(2, 1), Tensor([1.0, 2.0])
@@ -45,13 +48,30 @@ def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject
     """
     if isinstance(result, nn.Module):
         return Subject(what=result)
-    if isinstance(result, tuple) and result and isinstance(result[0], nn.Module):
-        return Subject(what=result[0], inputs=result[1:])
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], nn.Module):
+        return Subject(what=result[0], inputs=tuple(result[1:]))
     if isinstance(result, Mapping) and _names_something(result):
         return _read_mapping(result, name)
     if callable(result):
+        check_function(result, f"what {name} returned")
         return Subject(what=result)
     return Subject(what=function)
+
+
+def check_function(function: Callable[..., Any], name: str) -> None:
+    """Refuse a function that does not run when it is called.
+
+    Raises:
+        typer.Exit: said on standard error.
+    """
+    kinds = {
+        "a coroutine": inspect.iscoroutinefunction(function),
+        "a generator": inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function),
+    }
+    for kind, is_it in kinds.items():
+        if is_it:
+            how = "asyncio.run(...)" if kind == "a coroutine" else "a loop over it"
+            fail(f"{name} is {kind}, which does nothing when it is called: name a function with {how} inside")
 
 
 def _names_something(given: Mapping[str, Any]) -> bool:
@@ -68,6 +88,11 @@ def _read_mapping(given: Mapping[str, Any], name: str) -> Subject:
         fail(f"{name} returned a mapping without a model: expected 'model', a torch.nn.Module, or 'step', a function")
     options = {key: given[key] for key in ("kwargs", "optimizer", "loss") if key in given}
     if step is not None:
+        if not callable(step):
+            fail(
+                f"{name} returned a mapping whose 'step' is {reprlib.repr(step)}: expected a function without arguments"
+            )
+        check_function(step, f"'step' of what {name} returned")
         return Subject(what=step, options=options)
     assert isinstance(model, nn.Module)
     if isinstance(inputs, Mapping):

@@ -13,6 +13,10 @@ from typing import Any, NoReturn
 
 from recollect._cli.screen import fail
 
+_OTHERS = {
+    ".ipynb": "a notebook: save it as a script (`jupyter nbconvert --to script`), or call recollect.profile in it",
+    ".json": "no script: profiles are shown by `recollect report`",
+}
 _FORMS = "expected module:function, path/to/file.py:function or path/to/script.py"
 
 
@@ -41,8 +45,11 @@ def find_target(text: str) -> Script | Function:
         typer.Exit: there is no such thing; said on standard error.
     """
     if Path(text).is_file():
+        _check_ending(Path(text))
         return Script(path=Path(text))
     where, colon, name = text.rpartition(":")
+    if Path(where).is_file():
+        _check_ending(Path(where))
     if not colon or not where:
         if text.endswith(".py"):
             _refuse_path(Path(text))
@@ -50,6 +57,12 @@ def find_target(text: str) -> Script | Function:
     is_file = where.endswith(".py") or len(Path(where).parts) > 1
     module = _load_file(Path(where)) if is_file else _load_module(where)
     return Function(name=text, call=_check_arguments(_find_function(module, name, where), text))
+
+
+def _check_ending(path: Path) -> None:
+    what = _OTHERS.get(path.suffix)
+    if what is not None:
+        fail(f"{path} is {what}")
 
 
 def _load_module(name: str) -> ModuleType:

@@ -18,6 +18,7 @@ from recollect._core.torch_private.engine import ENGINE_CODE
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
+_RUNNER = str(PurePath(_OURS, "_fit", "profile.py"))  # what called it is no part of the step
 _DEMO = str(PurePath(_OURS, "_cli", "small_gpt.py"))  # a user's program, as far as profiles go
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 _TORCH_CHECKPOINT = str(PurePath(_TORCH, "utils", "checkpoint.py"))
@@ -106,14 +107,15 @@ class Places:
         """The path of the module and the line of whoever called `depth` frames above this call, wherever that is.
 
         Unlike `find` it looks through regions, up to the step itself, and stops at what it has found. Inside of
-        backward it stops at the engine: who started the pass did not call this.
+        backward it stops at the engine: who started the pass did not call this. Outside of it it stops at
+        `recollect.profile`: who asked for the profile is no line of the step.
         """
         frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
         modules: list[nn.Module] = []
         line = ""
         while frame is not None and not (line and modules and id(modules[0]) in self._paths):
             code = frame.f_code
-            if code is ENGINE_CODE:
+            if code is ENGINE_CODE or code.co_filename == _RUNNER:
                 break
             if code.co_name == "_call_impl":
                 if isinstance(owner := frame.f_locals.get("self"), nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -87,9 +88,10 @@ def report(
     content = _render(profile, kind, against, top)
     try:
         _write(path, content)
-    except OSError as error:
-        message = f"cannot write a report to '{path}': {error.strerror or error}"
-        raise type(error)(error.errno, message) from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+        message = f"cannot write a report to '{path}': {getattr(error, 'strerror', None) or error}"
+        kind_of_error = type(error) if isinstance(error, OSError) else OSError
+        raise kind_of_error(getattr(error, "errno", errno.ELOOP), message) from error
 
 
 def _check(profile: Profile, against: Profile | None, top: int) -> None:
@@ -162,7 +164,7 @@ def _load(form: str) -> ModuleType:
 
 def _print(profile: Profile, against: Profile | None, top: int) -> None:
     text, gains = _load("text"), find_gains(profile)
-    console = importlib.import_module("rich.console").Console()
+    console = importlib.import_module("rich.console").Console(emoji=False)
     if console.is_terminal or console.is_jupyter:
         console.print(text.render_text(profile, against=against, gains=gains, top=top))
         return
