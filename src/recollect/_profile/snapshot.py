@@ -24,6 +24,7 @@ _TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
+_SMALL = 2**20
 _DEEPEST = 6  # states of optimisers are dicts of dicts, some with lists in them
 
 
@@ -48,6 +49,13 @@ class Snapshot:
             self._memory.setdefault(id(tensor), _Memory(tensor))
         for parameter in module.parameters():
             self.note_leaf(parameter)
+        # On a device small ones are copied now: in the midst of the step each copy would wait for all that is queued.
+        for tensor in module.buffers():
+            self.before_write(
+                (storage, device)
+                for storage, device in storages_of(tensor)
+                if device.type not in ("cpu", "meta") and storage.nbytes() <= _SMALL
+            )
 
     def note_leaf(self, leaf: Tensor) -> None:
         """Keep the gradient that a tensor has now; the first time counts. The tensor itself is not held."""
