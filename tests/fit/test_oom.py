@@ -288,6 +288,21 @@ def test_a_loss_that_is_a_module_is_not_taken_for_the_model() -> None:
     assert ("layers.0.mlp.up", line_of("up")) in rows_of(report, "Linear")
 
 
+def test_a_module_that_was_only_begun_does_not_disturb() -> None:
+    begun = nn.Sequential.__new__(nn.Sequential)
+    net = OomNet()
+    x = torch.ones(16, 32, requires_grad=True)
+
+    def step() -> None:
+        y = net.layers[1](net.layers[0](x))
+        run_out()
+        del y
+
+    report = report_of(step)
+    assert {row.module for row in report.alive.saved if row.kind == "Linear"} >= {"layers.0.mlp.up", "layers.1.mlp.up"}
+    assert "_modules" not in vars(begun)
+
+
 def test_parts_that_are_called_by_themselves_have_their_paths_in_the_model() -> None:
     net = OomNet()
 

@@ -149,7 +149,8 @@ class _Objects:
             if into is not None:
                 into.append(thing)
         self.tensors: list[Tensor] = found[Tensor]
-        self.modules: list[nn.Module] = found[nn.Module]
+        # Not those that are being made, or that were only begun to be.
+        self.modules: list[nn.Module] = [module for module in found[nn.Module] if "_modules" in vars(module)]
         self.optimizers: list[Optimizer] = found[Optimizer]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recollect._apply.forwards import is_called
 from recollect._apply.targets import find_targets
 from recollect._core.torch_private.engine import sequence_of
 from recollect._core.torch_private.graph import NodeContents, leaf_of, read_node
@@ -199,8 +200,9 @@ def _main(roots: list[nn.Module], modules: list[nn.Module], nodes: Counter[int])
     trained = [module for module in trained if nodes[id(module)]] or trained
     if len(trained) > 1:
         wanted = {id(module) for module in trained}
-        sizes = {id(module): sum(1 for _ in module.modules()) for module in modules}
-        for module in sorted(modules, key=lambda module: sizes[id(module)]):
+        models = [module for module in modules if is_called(module)]  # not a list of its parts
+        sizes = {id(module): sum(1 for _ in module.modules()) for module in models}
+        for module in sorted(models, key=lambda module: sizes[id(module)]):
             if sizes[id(module)] > len(wanted) and wanted <= {id(part) for part in module.modules()}:
                 return module
     return max(trained or roots, key=lambda module: nodes[id(module)], default=None)
