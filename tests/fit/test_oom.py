@@ -237,7 +237,7 @@ def test_a_failure_in_a_recomputation_is_said_to_be_one(way: str) -> None:
 
     report = report_of(lambda: backward(last(run_block(first(torch.ones(16, 32, requires_grad=True)))).sum()))
     assert (report.phase, report.kind) == (Phase.RECOMPUTATION, "Mlp")
-    assert report.module == "1.mlp"  # the list is what has all that was called
+    assert report.module == "layers.1.mlp"
 
 
 def test_a_failure_in_the_optimiser_is_said_to_be_one() -> None:
