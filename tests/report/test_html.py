@@ -299,9 +299,9 @@ def test_the_axis_can_be_time(page: Page) -> None:
 
 def test_a_category_can_be_left_out_of_the_chart(page: Page) -> None:
     page.open(STEP)
-    assert len(page.all(".chart path.c0")) == 1
+    assert len(page.all(".chart path.c1")) == 1
     page.click(".legend li:last-child button")
-    assert page.all(".chart path.c0") == []
+    assert page.all(".chart path.c1") == []
     assert page.one(".legend li:last-child button").get_attribute("aria-pressed") == "false"
     assert "parameters" not in page.column(".alive td")
 

@@ -21,8 +21,8 @@ class Category(enum.Enum):
     """What memory is for.
 
     GRADIENT: of parameters, and of what else collects them. ACTIVATION: made in forward, kept for backward. LOSS_HEAD:
-    activations and temporaries of what comes after the last repeated block, the loss itself included. TEMPORARY: all
-    other that calls make.
+    activations and temporaries of what comes after the last repeated block, the loss itself included. LIBRARY: what
+    libraries hold all the time. TEMPORARY: all other that calls make.
     """
 
     PARAMETER = "parameters"
@@ -32,6 +32,7 @@ class Category(enum.Enum):
     INPUT = "inputs"
     ACTIVATION = "activations"
     LOSS_HEAD = "loss head"
+    LIBRARY = "libraries"
     TEMPORARY = "temporaries"
 
 

@@ -73,7 +73,7 @@ class Timeline:
             found[self._storages[index].category] += self.sizes[index]
         if call >= 0:
             found[Category.TEMPORARY] += self._calls[call].workspace_bytes
-        found[Category.TEMPORARY] += self._fixed_bytes
+        found[Category.LIBRARY] += self._fixed_bytes
         return {category: size for category, size in found.most_common() if size}
 
 

@@ -11,7 +11,7 @@ from recollect._core.graph import Profile
 def follow_categories(profile: Profile) -> dict[Category, list[int]]:
     """The bytes of each category while each call runs; together they are the timeline's `bytes_at`.
 
-    Workspace and what libraries hold are among the temporaries. Categories that are never there are left out.
+    Workspace is among the temporaries. Categories that are never there are left out.
 
     >>> from recollect._core.calls import OpCall, Storage, Value
     >>> calls = (OpCall(op="a", outputs=(Value(storage=0),), workspace_bytes=2), OpCall(op="b"))
@@ -28,7 +28,8 @@ def follow_categories(profile: Profile) -> dict[Category, list[int]]:
             changes[storage.category][max(end, start) + 1] -= size
     sizes = {category: list(itertools.accumulate(steps))[1 : count + 1] for category, steps in changes.items()}
     for number, call in enumerate(profile.calls):
-        sizes[Category.TEMPORARY][number] += call.workspace_bytes + profile.fixed_bytes
+        sizes[Category.TEMPORARY][number] += call.workspace_bytes
+        sizes[Category.LIBRARY][number] += profile.fixed_bytes
     return {category: values for category, values in sizes.items() if any(values)}
 
 

@@ -25,6 +25,7 @@ from recollect._report.verdict import judge_allocator, judge_peak
 
 # In the order in which the chart stacks them: what stays all the time at the bottom, what comes and goes at the top.
 _CATEGORIES = (
+    Category.LIBRARY,
     Category.PARAMETER,
     Category.OPTIMIZER,
     Category.BUFFER,
@@ -142,6 +143,7 @@ def _encode(profile: Profile, texts: _Texts, *, with_saved: bool) -> dict[str, A
         "is_dry": profile.is_dry,
         "fixed_bytes": profile.fixed_bytes,
         "temporary": _CATEGORIES.index(Category.TEMPORARY),
+        "library": _CATEGORIES.index(Category.LIBRARY),
         "optimizer": profile.optimizer,
         "torch": profile.torch,
         "verdict": [*judge_peak(peak), *(judge_allocator(entry) for entry in profile.allocators)],

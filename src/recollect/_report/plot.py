@@ -34,6 +34,7 @@ _LEAST_TICKS = 3
 _NAMED = 0.1  # of the step's calls: a shorter phase has no room for its name
 _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimiser"}
 _ORDER = (  # what stays is at the bottom
+    Category.LIBRARY,
     Category.PARAMETER,
     Category.BUFFER,
     Category.OPTIMIZER,
@@ -45,7 +46,11 @@ _ORDER = (  # what stays is at the bottom
 )
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey by their order.
 _COLOURS = dict(
-    zip(_ORDER, ("#0072b2", "#999999", "#56b4e9", "#009e73", "#cccccc", "#d55e00", "#cc79a7", "#f0e442"), strict=True)
+    zip(
+        _ORDER,
+        ("#555555", "#0072b2", "#999999", "#56b4e9", "#009e73", "#cccccc", "#d55e00", "#cc79a7", "#f0e442"),
+        strict=True,
+    )
 )
 _SHADES = {Phase.BACKWARD: "#00000010", Phase.RECOMPUTATION: "#d55e0030", Phase.OPTIMIZER: "#0072b220"}
 

@@ -266,6 +266,7 @@ _COLOURS = {
     Category.INPUT: "white",
     Category.ACTIVATION: "red",
     Category.LOSS_HEAD: "yellow",
+    Category.LIBRARY: "white",
     Category.TEMPORARY: "green",
 }
 

@@ -30,9 +30,9 @@ class Step {
       if (end[at] !== null) changes[category[at]][Math.max(end[at], start[at]) + 1] -= size[at];
     }
     changes.forEach((change, kind) => {
-      // What libraries hold, and a call's workspace, are nobody's storage; the library counts them as temporaries.
+      // What libraries hold, and a call's workspace, are nobody's storage.
       const isTemporary = kind === this.temporary;
-      let running = change[0] + (isTemporary ? this.fixed_bytes : 0);
+      let running = change[0] + (kind === this.library ? this.fixed_bytes : 0);
       for (let at = 0; at < this.count; at += 1) {
         running += change[at + 1];
         const now = running + (isTemporary ? this.calls.workspace_bytes[at] : 0);
@@ -56,12 +56,14 @@ class Step {
     if (!hidden.has(this.temporary)) {
       const workspace = call >= 0 ? this.calls.workspace_bytes[call] : 0;
       if (workspace) rows.push({ at: -1, bytes: workspace, what: "workspace of this call" });
-      if (this.fixed_bytes) rows.push({ at: -1, bytes: this.fixed_bytes, what: "held by libraries all the time" });
+    }
+    if (this.fixed_bytes && !hidden.has(this.library)) {
+      rows.push({ at: -2, bytes: this.fixed_bytes, what: "held by libraries all the time" });
     }
     rows.sort((one, other) => other.bytes - one.bytes);
     const shown = rows.slice(0, most).map(({ at, bytes, what }) => ({
       bytes,
-      category: at < 0 ? this.temporary : category[at],
+      category: at === -1 ? this.temporary : at === -2 ? this.library : category[at],
       tensor: at < 0 ? "" : this.strings[tensor[at]],
       name: what ?? this.strings[name[at]],
       call: at < 0 ? -1 : start[at],
