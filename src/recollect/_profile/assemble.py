@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
-from recollect._profile.capture import Capture, RawCall, RawValue
+from recollect._profile.capture import Capture
+from recollect._profile.raw import RawCall, RawValue
 from recollect._profile.storage_log import BEFORE
 
 

@@ -31,6 +31,7 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
 from recollect._profile.scopes import Scopes
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
@@ -41,60 +42,6 @@ _LIFT = "aten.lift_fresh.default"
 _PROGRESS_EVERY = 256
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _NONE: tuple[Tensor, ...] = ()
-
-IS_SHADOW = "_recollect_is_shadow"
-"""An attribute of optimisers that nobody but `StepProfiler` lets step."""
-
-RawValue = tuple[int, torch.Size | None, torch.dtype]
-"""A tensor of a call: the number of its storage, its shape, None if only the storage counts, and its dtype."""
-
-
-class RawCall:
-    """One call of an operator, as it was met. Holds no tensor."""
-
-    __slots__ = (
-        "flops",
-        "inputs",
-        "leaf",
-        "module",
-        "operator",
-        "outputs",
-        "phase",
-        "region",
-        "run",
-        "scopes",
-        "sequence",
-        "source",
-        "span",
-        "workspace_bytes",
-        "writes",
-    )
-
-    operator: Operator
-    phase: Phase
-    inputs: list[RawValue]
-    outputs: list[RawValue]
-    writes: list[int]
-    sequence: int
-    leaf: int
-    module: str
-    source: str
-    region: str
-    scopes: tuple[str, ...]
-    flops: int
-    span: Any
-    run: object
-    workspace_bytes: int
-
-
-class RawSaved:
-    """A storage that a node of the graph keeps: the node's number, and that of the storage."""
-
-    __slots__ = ("number", "sequence")
-
-    def __init__(self, sequence: int, number: int) -> None:
-        self.sequence, self.number = sequence, number
-
 
 Unfold = Callable[[Any], Iterable[Tensor]]
 """The tensors behind what saved-tensor hooks made of one; how regions hold theirs is not known here."""

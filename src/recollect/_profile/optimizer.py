@@ -29,8 +29,8 @@ from torch import Tensor
 from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
 from recollect._core.torch_private.fake import READ_SCALAR, fake_mode, is_fake
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._profile.capture import IS_SHADOW
 from recollect._profile.fakes import Fakes
+from recollect._profile.raw import IS_SHADOW
 
 Kind = torch.optim.Optimizer | type[torch.optim.Optimizer]
 FakeOf = Callable[[Tensor], Tensor]
