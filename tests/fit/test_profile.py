@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect import Profile, compat, policies
@@ -533,6 +534,32 @@ def test_recomputation_is_told_apart_whoever_does_it(engine: Any, use_reentrant:
     assert len(backward) == 3
     is_torch = engine is torch_checkpoint
     assert any("torch.utils.checkpoint recomputes here" in note for note in found.notes) == is_torch
+
+
+@pytest.mark.parametrize(("width", "text"), [(2**10, "it fits"), (2**20, "it does not fit, by ")])
+def test_a_dry_profile_says_whether_the_step_would_fit(width: int, text: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 1))
+    found = recollect.profile(model, torch.ones(2**14, 8), dry=True, device="H100")
+    assert found.notes[0].startswith(f"NVIDIA H100 80GB HBM3 has 79.10 GiB: {text}")
+
+
+def test_operations_are_those_of_torchs_counter() -> None:
+    model, ids = GPT(), torch.arange(16).reshape(2, 8) % 8
+    with FlopCounterMode(display=False) as counter:
+        model(ids).sum().backward()
+    model.zero_grad()
+    found = recollect.profile(model, ids, loss=torch.sum)
+    assert sum(call.flops for call in found.calls) == counter.get_total_flops() > 0
+
+
+def test_views_are_known_as_aliases() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    found = recollect.profile(lambda: weight.sin().t().reshape(2, 8).exp().sum().backward())
+    sin = next(call for call in found.calls if call.op == "aten.sin.default")
+    t = next(call for call in found.calls if call.op == "aten.t.default")
+    assert (t.inputs[0].storage, t.outputs[0].storage) == (sin.outputs[0].storage, sin.outputs[0].storage)
+    assert not t.writes
 
 
 def test_data_dependent_control_flow_is_followed() -> None:

@@ -48,7 +48,6 @@ class DryStep:
     Attributes:
         values: what was given, with fake tensors in place of real ones.
         device: that is asked about.
-        rounding_bytes: as in Profile.
         fixed_bytes: as in Profile; to be read after the step.
         notes: what was assumed, in sentences; to be read after the step.
     """
@@ -56,7 +55,6 @@ class DryStep:
     def __init__(self, values: Any, device: Device, translation: Translation | None, notes: list[str]) -> None:
         self.values, self.device = values, device
         self._translation, self._notes = translation, notes
-        self.rounding_bytes = 1 if translation is None else translation.rounding_bytes
 
     @property
     def fixed_bytes(self) -> int:

@@ -33,7 +33,6 @@ from recollect._profile.recurrent import BACKWARDS, RESERVES, recurrent_kernels
 from recollect._profile.roofline import Device, find_device
 from recollect._profile.workspaces import find_workspace
 
-_ROUNDING = 512
 _HALVES = (torch.float16, torch.bfloat16)
 _STATISTICS = frozenset(
     {
@@ -48,11 +47,8 @@ class Translation:
     """What is known of a step on CUDA besides its storages.
 
     Attributes:
-        rounding_bytes: each storage takes a multiple of this.
         fixed_bytes: workspaces of cuBLAS, which are kept: one for forward's thread, one for autograd's.
     """
-
-    rounding_bytes = _ROUNDING
 
     def __init__(self, device: Device) -> None:
         self._device = device
