@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import Decision, Site, policies
-from recollect._fit.explain import Explanation
+from recollect._report.explained import Explanation
 
 
 class Block(nn.Module):

@@ -8,7 +8,8 @@ from torch import nn
 
 from recollect._core.decisions import Decision
 from recollect._core.graph import RuleEntry
-from recollect._fit.explain import ExplainedRegion, regions_of
+from recollect._fit.explain import regions_of
+from recollect._report.explained import ExplainedRegion
 
 
 def describe_rules(modules: Sequence[nn.Module]) -> tuple[RuleEntry, ...]:
