@@ -14,17 +14,17 @@ from recollect._core.errors import (
     RecollectError,
     TransformError,
 )
-from recollect._core.graph import Profile
 from recollect._core.plans import Choice, Plan
+from recollect._core.profiles import Profile
 from recollect._core.scope import is_recomputing, name, region
-from recollect._fit.explain import explain
-from recollect._fit.oom.watch import OomReport, on_oom
-from recollect._fit.profile import profile
-from recollect._fit.report import report
-from recollect._fit.saved import print_saved
+from recollect._inspect.explain import explain
+from recollect._inspect.oom.watch import OomReport, on_oom
+from recollect._inspect.profile import profile
+from recollect._inspect.report import report
+from recollect._inspect.saved import print_saved
 from recollect._recompute.ambient import register_ambient
-from recollect._recompute.capture import graph_rng
-from recollect._recompute.modules import register_state
+from recollect._recompute.graph_rng import graph_rng
+from recollect._recompute.module_state import register_state
 from recollect._recompute.values import ValueCheck
 
 __all__ = [

@@ -7,7 +7,7 @@ import pytest
 
 from recollect._cli import small_gpt
 from recollect._core.calls import Phase
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from tests.cli.conftest import Invoke
 
 pytest.importorskip("typer")

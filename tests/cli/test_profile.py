@@ -11,7 +11,7 @@ import torch
 
 import recollect as library
 from recollect._core.calls import Category, Phase
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from tests.cli.commands import recollect
 from tests.cli.conftest import Invoke
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from tests.cli.commands import recollect
 from tests.cli.conftest import Invoke
 from tests.report.steps import transformer_step
@@ -152,7 +152,7 @@ def test_that_a_report_cannot_be_written_is_said_once(invoke: Invoke, monkeypatc
     def refuse(path: Path, content: bytes) -> None:
         raise PermissionError(13, "Permission denied", f"{path}.part")
 
-    monkeypatch.setattr("recollect._fit.report._write", refuse)
+    monkeypatch.setattr("recollect._inspect.report._write", refuse)
     done = invoke("report", "step.json", "--to", "x.html")
     assert (done.code, done.err) == (2, "error: cannot write a report to 'x.html': Permission denied\n")
 

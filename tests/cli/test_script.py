@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from recollect._core.calls import Category, Phase
-from recollect._core.graph import Profile
-from recollect._fit.step import StepProfiler
+from recollect._core.profiles import Profile
+from recollect._inspect.step import StepProfiler
 from tests.cli.conftest import Invoke
 from tests.cli.test_profile import held
 

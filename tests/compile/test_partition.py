@@ -22,8 +22,8 @@ from recollect import Decision, Site, policies
 from recollect._compile import joint as joint_module
 from recollect._compile import partition as partition_module
 from recollect._compile.partition import Partition, partitioner
-from recollect._core.graph import Profile
 from recollect._core.plans import Choice, Plan
+from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION
 from recollect._plan.simulate import Simulation, Simulator
 from tests.compile.graphs import NOTHING, Compiled, mlp, run_compiled, run_cut, run_inductor, run_plain, transformer

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import recollect
 from recollect._core.calls import Phase
-from recollect._core.graph import AllocatorEntry, Profile
+from recollect._core.profiles import AllocatorEntry, Profile
 from recollect._report.summary import find_peak, list_saved
 from tests.models import GPT
 from tests.report.steps import transformer_step

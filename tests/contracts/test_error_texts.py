@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import compat
 from recollect._core import errors
-from recollect._recompute import capture, rng
+from recollect._recompute import graph_rng, rng
 from tests.watching import backward
 
 READS_CHANGED = (
@@ -623,7 +623,7 @@ def test_arguments_on_two_kinds_of_accelerator() -> None:
 
 
 def test_random_numbers_in_an_unprepared_capture() -> None:
-    with capture._RandomWatch("f"):
+    with graph_rng._RandomWatch("f"):
         assert text_of(recollect.CaptureError, lambda: torch.rand(2)) == (
             "region 'f' draws random numbers (aten.rand.default) while a CUDA graph is being captured: recomputation "
             "could not draw them again.\n"
@@ -634,19 +634,19 @@ def test_random_numbers_in_an_unprepared_capture() -> None:
 
 
 def test_a_capture_with_more_regions_than_announced() -> None:
-    pool = capture._Pool(torch.default_generator, [])
-    token = capture._pool.set(pool)
+    pool = graph_rng._Pool(torch.default_generator, [])
+    token = graph_rng._pool.set(pool)
     try:
-        assert text_of(recollect.CaptureError, lambda: capture.enter_capture(torch.default_generator)) == (
+        assert text_of(recollect.CaptureError, lambda: graph_rng.enter_capture(torch.default_generator)) == (
             "graph_rng(regions=0): the captured step calls more regions than that.\n"
             "Raise the number; a larger one than needed is harmless."
         )
     finally:
-        capture._pool.reset(token)
+        graph_rng._pool.reset(token)
 
 
 def test_a_capture_that_recomputes_twice() -> None:
-    pair = object.__new__(capture.Pair)
+    pair = object.__new__(graph_rng.Pair)
     pair._again = None
     assert text_of(recollect.CaptureError, pair.again) == (
         "a region with random numbers is recomputed twice within one CUDA-graph capture: there is one spare state per "

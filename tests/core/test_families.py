@@ -3,7 +3,7 @@
 import pytest
 
 from recollect._core.families import Families, paths_above
-from recollect._core.graph import ModuleEntry
+from recollect._core.profiles import ModuleEntry
 
 
 def families(**kinds: str) -> Families:

@@ -1,7 +1,7 @@
 """How long storages live, and the bytes at each call."""
 
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Storage, Value
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._core.timeline import Timeline
 
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 
 
 def call(op: str, reads: list[int], makes: list[int], phase: Phase = Phase.FORWARD, **more: int) -> OpCall:

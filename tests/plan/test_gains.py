@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import recollect
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.gains import Gain
-from recollect._core.graph import ModuleEntry, Profile
+from recollect._core.profiles import ModuleEntry, Profile
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._plan.gains import find_gains
 from tests.models import MODELS

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._plan.simulate import Simulation, Simulator, Step, simulate
 from tests.plan.steps import call, chain, steps
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.fake import is_fake
-from recollect._profile.dry import dry_step
+from recollect._profile.dry.roofline import find_device
+from recollect._profile.dry.step import dry_step
 from recollect._profile.optimizer import Shadow, shadow_of, with_shadow_steps
-from recollect._profile.roofline import find_device
 
 SIZE = 4 * (64 * 64 + 64)  # bytes of the model below
 

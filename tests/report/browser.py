@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from recollect._core.gains import Gain
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._report.html import write_html
 
 LAPTOP, PHONE = (1280, 800), (390, 844)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
-from recollect._core.graph import Clock, ModuleEntry, Profile
+from recollect._core.profiles import Clock, ModuleEntry, Profile
 
 _FLOPS_PER_S = 1e12
 _BYTES_PER_S = 1e11

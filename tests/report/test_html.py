@@ -14,7 +14,7 @@ import pytest
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.decisions import Decision
 from recollect._core.gains import Gain
-from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
+from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.units import format_bytes
 from recollect._report.html import write_html
 from recollect._report.summary import find_peak, list_modules, list_saved

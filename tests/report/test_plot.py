@@ -18,7 +18,7 @@ from matplotlib.collections import Collection
 from matplotlib.figure import Figure
 
 from recollect._core.calls import Category, Lifetime, OpCall, Saved, Storage, Value
-from recollect._core.graph import ModuleEntry, Profile
+from recollect._core.profiles import ModuleEntry, Profile
 from recollect._report.plot import draw
 from tests.report.steps import transformer_step
 

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
-from recollect._core.graph import ModuleEntry, Profile
+from recollect._core.profiles import ModuleEntry, Profile
 from recollect._report.curve import find_stretches, follow_categories
 from recollect._report.summary import find_peak, list_modules, list_ops, list_saved
 from recollect._report.tree import fold_modules

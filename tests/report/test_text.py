@@ -15,7 +15,7 @@ from rich.console import Console
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.decisions import Decision
 from recollect._core.gains import Gain
-from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
+from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._plan.gains import find_gains
 from recollect._report.summary import find_peak
 from recollect._report.text import render_text, write_text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recollect._core.calls import Lifetime, OpCall, Storage
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._report.trace import write_trace
 from tests.report.steps import transformer_step
 

@@ -17,7 +17,7 @@ from recollect import policies
 from recollect._cli.report import check_path, write_report
 from recollect._cli.screen import make_console, show_progress
 from recollect._cli.small_gpt import LAYERS, STEPS, Run, find_loss, train
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 
 DEAR = policies.first_match(policies.save_matmuls, policies.save_attention)
 

@@ -23,9 +23,9 @@ from recollect._cli.subject import check_function, move_subject, read_subject
 from recollect._cli.target import Function, find_target
 from recollect._cli.users_code import users_code
 from recollect._core.calls import Phase
-from recollect._core.graph import Profile
-from recollect._fit.oom.watch import on_oom
-from recollect._profile.roofline import find_device
+from recollect._core.profiles import Profile
+from recollect._inspect.oom.watch import on_oom
+from recollect._profile.dry.roofline import find_device
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 _STANDARD_OUTPUT = Path("-")

@@ -8,8 +8,8 @@ import typer
 
 from recollect._cli.endings import writing_output
 from recollect._cli.screen import fail, say, show_progress
-from recollect._core.graph import Profile
-from recollect._fit.report import report as make_report
+from recollect._core.profiles import Profile
+from recollect._inspect.report import report as make_report
 
 ENDINGS = (".html", ".png", ".svg", ".pdf", ".trace.json", ".txt", ".json")
 

@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from recollect._cli.endings import FAILED
 from recollect._cli.screen import ShowProgress, fail
 from recollect._cli.seen import Seen
-from recollect._core.graph import Profile
-from recollect._fit.step import StepProfiler
+from recollect._core.profiles import Profile
+from recollect._inspect.step import StepProfiler
 
 _LOOK_AGAIN_S = 0.05
 

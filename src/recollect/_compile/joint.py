@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx
 
 from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Storage, Value
-from recollect._core.graph import Profile
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.patterns import plain_path
+from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import BLOCKS, REGION
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload

@@ -28,8 +28,8 @@ from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import key_of
 from recollect._core.calls import Lifetime, OpCall
 from recollect._core.decisions import Decision, Site
-from recollect._core.graph import Profile
 from recollect._core.plans import Choice, Plan
+from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION, CheckpointPolicy
 from recollect._plan.simulate import Simulation, simulate
 from recollect._policy.base import Policy, PolicyLike, as_policy

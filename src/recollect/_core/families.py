@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from recollect._core.graph import ModuleEntry
+from recollect._core.profiles import ModuleEntry
 
 
 def paths_above(path: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from recollect._core.torch_private.engine import ENGINE_CODE
 
 _OURS = str(PurePath(__file__).parents[1])
 _TORCH = str(PurePath(torch.__file__).parent)
-_RUNNER = str(PurePath(_OURS, "_fit", "profile.py"))  # what called it is no part of the step
+_RUNNER = str(PurePath(_OURS, "_inspect", "profile.py"))  # what called it is no part of the step
 _DEMO = str(PurePath(_OURS, "_cli", "small_gpt.py"))  # a user's program, as far as profiles go
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 _TORCH_CHECKPOINT = str(PurePath(_TORCH, "utils", "checkpoint.py"))

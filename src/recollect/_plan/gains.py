@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from recollect._core.calls import Category, Lifetime, OpCall, Phase
 from recollect._core.families import Families, paths_above
 from recollect._core.gains import Gain
-from recollect._core.graph import ModuleEntry, Profile
+from recollect._core.profiles import ModuleEntry, Profile
 
 _NO_FORWARD = ("ModuleList", "ModuleDict")  # containers that are never called
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from recollect._core.calls import Lifetime, Phase
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

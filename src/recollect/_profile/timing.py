@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recollect._core.graph import Clock
+from recollect._core.profiles import Clock
 
 
 class Timer(Protocol):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.pytree import Arguments
-from recollect._recompute.capture import enter_capture
+from recollect._recompute.graph_rng import enter_capture
 
 _NAMES = frozenset({"torch", "python", "numpy"})
 

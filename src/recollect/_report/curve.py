@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from recollect._core.calls import Category, Phase
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 
 
 def follow_categories(profile: Profile) -> dict[Category, list[int]]:

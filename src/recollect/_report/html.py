@@ -18,7 +18,7 @@ from typing import Any
 
 from recollect._core.calls import Category, Phase, Value
 from recollect._core.gains import Gain
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 from recollect._report.summary import SavedRow, find_peak, list_modules, list_saved
 from recollect._report.verdict import judge_allocator, judge_peak

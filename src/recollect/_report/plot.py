@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from recollect._core.calls import Category, Phase
 from recollect._core.families import Families
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 from recollect._report.curve import find_stretches, follow_categories
 from recollect._report.letters import clip, spell_out

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recollect._core.calls import Category, OpCall, Phase
 from recollect._core.families import paths_above
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 
 _SAVED_CATEGORIES = (Category.ACTIVATION, Category.LOSS_HEAD)
 

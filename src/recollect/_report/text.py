@@ -17,7 +17,7 @@ from rich.text import Text
 from recollect._core.calls import Category, Phase
 from recollect._core.families import Families
 from recollect._core.gains import Gain
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._report.letters import spell_out
 from recollect._report.numbers import format_flops, format_seconds, format_share

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from recollect._core.calls import Phase
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._report.curve import follow_categories
 from recollect._report.summary import find_peak
 

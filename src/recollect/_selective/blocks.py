@@ -20,7 +20,7 @@ from recollect._core.scope import Watcher, is_last_recomputation, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
 from recollect._recompute.frame import StopRecomputation, same
-from recollect._recompute.modules import ModuleState
+from recollect._recompute.module_state import ModuleState
 from recollect._recompute.rng import Source
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.ledger import Ledger, Line, bytes_of

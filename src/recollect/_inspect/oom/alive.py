@@ -24,8 +24,8 @@ from recollect._apply.targets import find_targets
 from recollect._core.torch_private.engine import sequence_of
 from recollect._core.torch_private.graph import walk
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._fit.oom.graph import Graph, Made, Model, Node, find_spot, thread_of
-from recollect._fit.oom.remedies import Candidate
+from recollect._inspect.oom.graph import Graph, Made, Model, Node, find_spot, thread_of
+from recollect._inspect.oom.remedies import Candidate
 from recollect._profile.storages import storages_of
 from recollect._profile.tracks import Call, Tracks
 

@@ -7,7 +7,7 @@ import pytest
 
 from recollect import Site
 from recollect._core.calls import Lifetime, Made, OpCall, Phase, Saved, Storage, Value
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 
 STEP = Profile(
     storages=(

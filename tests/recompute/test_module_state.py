@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recollect
-from recollect._recompute.modules import _learned
+from recollect._recompute.module_state import _learned
 from recollect._recompute.search import find_modules
 from tests.watching import backward
 

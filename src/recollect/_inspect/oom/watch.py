@@ -21,11 +21,11 @@ from recollect._core.calls import Phase
 from recollect._core.torch_private.alarms import Alarm, running_node
 from recollect._core.torch_private.traces import running_module
 from recollect._core.units import count_noun, format_bytes, list_some
-from recollect._fit.oom.alive import Alive, find_alive
-from recollect._fit.oom.error import Shortage, read_shortage
-from recollect._fit.oom.place import Place, find_place
-from recollect._fit.oom.remedies import Remedy, find_remedies
-from recollect._fit.oom.text import format_report
+from recollect._inspect.oom.alive import Alive, find_alive
+from recollect._inspect.oom.error import Shortage, read_shortage
+from recollect._inspect.oom.place import Place, find_place
+from recollect._inspect.oom.remedies import Remedy, find_remedies
+from recollect._inspect.oom.text import format_report
 from recollect._profile.tracks import Tracks
 
 P = ParamSpec("P")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.torch_private.fake import is_fake
-from recollect._profile.dry import dry_step
+from recollect._profile.dry.roofline import find_device
+from recollect._profile.dry.step import dry_step
 from recollect._profile.memory import LiveBytes
-from recollect._profile.roofline import find_device
 from tests.models import GPT, MODELS
 
 CPU, H200 = find_device("cpu"), find_device("H200")
@@ -279,9 +279,9 @@ sys.path.insert(0, "benchmarks")
 import torch
 from torch import nn
 from zoo import llama_8b
-from recollect._profile.dry import dry_step
+from recollect._profile.dry.step import dry_step
 from recollect._profile.memory import LiveBytes
-from recollect._profile.roofline import find_device
+from recollect._profile.dry.roofline import find_device
 with torch.device("meta"):
     model, ids = llama_8b(layers=4), torch.zeros(1, 8192, dtype=torch.int64)
 with dry_step([model], ids, device=find_device("H200"), dtype=torch.bfloat16) as dry, LiveBytes(include=model) as meter:

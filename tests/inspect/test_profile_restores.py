@@ -16,7 +16,7 @@ import recollect
 from recollect._core.calls import Phase
 from recollect._core.scope import watcher
 from recollect._core.torch_private.dispatch import DispatchMode
-from tests.fit.states import assert_same, state_of
+from tests.inspect.states import assert_same, state_of
 
 
 def mlp() -> nn.Sequential:

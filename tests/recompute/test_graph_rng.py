@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
-from recollect._recompute.capture import _draws
+from recollect._recompute.graph_rng import _draws
 
 aten = torch.ops.aten
 

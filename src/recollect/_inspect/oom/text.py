@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from recollect._core.calls import Phase
 from recollect._core.units import count_noun, format_bytes
-from recollect._fit.oom.alive import SavedPlace
-from recollect._fit.oom.remedies import Remedy, generalise
+from recollect._inspect.oom.alive import SavedPlace
+from recollect._inspect.oom.remedies import Remedy, generalise
 
 if TYPE_CHECKING:
-    from recollect._fit.oom.watch import OomReport
+    from recollect._inspect.oom.watch import OomReport
 
 _WIDTH = 80
 _PHASES = {Phase.OPTIMIZER: "the optimiser's step"}

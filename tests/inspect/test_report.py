@@ -13,9 +13,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from recollect._core.graph import Profile
-from recollect._fit import report as reporting
-from recollect._fit.report import report
+from recollect._core.profiles import Profile
+from recollect._inspect import report as reporting
+from recollect._inspect.report import report
 from recollect._plan.gains import find_gains
 from recollect._report.text import write_text
 from tests.report.steps import transformer_step

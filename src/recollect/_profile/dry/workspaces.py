@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect._profile.roofline import Device
+from recollect._profile.dry.roofline import Device
 
 _MIB = 2**20
 _SEMAPHORES = 512
@@ -55,7 +55,7 @@ _MOST_THREADS, _WARP, _FEWEST_VALUES, _MOST_VALUES, _ACCUMULATOR = 512, 32, 16, 
 def reduction_bytes(device: Device, *, outputs: int, inputs: int) -> int:
     """The buffer of a sum of `inputs` rows of `outputs` neighbours each, as for the gradient of a bias.
 
-    >>> from recollect._profile.roofline import find_device
+    >>> from recollect._profile.dry.roofline import find_device
     >>> reduction_bytes(find_device("H200"), outputs=1024, inputs=8192)
     67109376
     """

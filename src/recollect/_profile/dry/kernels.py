@@ -23,7 +23,7 @@ from recollect._core.torch_private.fake import (
     RMS_NORM_FUSED_BACKWARD,
     below_autograd,
 )
-from recollect._profile.roofline import Device
+from recollect._profile.dry.roofline import Device
 
 _HALVES = (torch.float16, torch.bfloat16)
 _AMPERE, _HOPPER = (8, 0), (9, 0)

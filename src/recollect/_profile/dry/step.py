@@ -34,10 +34,10 @@ from recollect._core.torch_private.fake import (
     tables_of,
 )
 from recollect._profile.contents import CONTAINERS, Contents
+from recollect._profile.dry.roofline import Device
+from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
 from recollect._profile.optimizer import with_fake_parameters
-from recollect._profile.roofline import Device
-from recollect._profile.translate import Translation, translated
 
 _DEVICES_DIFFER = ("found two different devices", "found at least two devices")  # torch 2.11, 2.13
 
@@ -97,7 +97,7 @@ def dry_step(
         ValueError: a lazy parameter; a tensor that is not plain; or, out of the step, a value of a tensor is asked for
             or an operator has no fake one.
 
-    >>> from recollect._profile.roofline import find_device
+    >>> from recollect._profile.dry.roofline import find_device
     >>> with torch.device("meta"):
     ...     model = nn.Linear(2**20, 2**20)
     >>> with dry_step([model], torch.ones(2, 2**20), device=find_device("cpu")) as dry:

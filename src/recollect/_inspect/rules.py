@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from recollect._core.decisions import Decision
-from recollect._core.graph import RuleEntry
-from recollect._fit.explain import regions_of
+from recollect._core.profiles import RuleEntry
+from recollect._inspect.explain import regions_of
 from recollect._report.explained import ExplainedRegion
 
 

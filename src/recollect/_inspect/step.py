@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
 from recollect._core.calls import Category, OpCall, Phase, Storage
-from recollect._core.graph import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.patterns import plain_path
+from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.units import format_bytes
-from recollect._fit.rules import describe_rules
+from recollect._inspect.rules import describe_rules
 from recollect._profile.assemble import Known, assemble, include_all
 from recollect._profile.capture import Capture
 from recollect._profile.snapshot import Snapshot, name_states
@@ -39,9 +39,9 @@ from recollect._recompute.slots import Slot, frame_of
 from recollect._selective.replay import replay_here
 
 if TYPE_CHECKING:
-    from recollect._profile.dry import DryStep
+    from recollect._profile.dry.step import DryStep
+    from recollect._profile.dry.translate import Translation
     from recollect._profile.optimizer import Kind, Shadow
-    from recollect._profile.translate import Translation
 
 _NEVER = 10**9
 _CUDA_ROUNDING = 512
@@ -266,7 +266,7 @@ class StepProfiler:
 
     def _estimate(self, calls: Iterable[OpCall], storages: Sequence[Storage]) -> Iterator[OpCall]:
         """The calls, those that were not run with the time that they would take, where the device is known."""
-        from recollect._profile.roofline import estimate_s, find_device
+        from recollect._profile.dry.roofline import estimate_s, find_device
 
         device = None if self._dry is None else self._dry.device
         if device is None:
@@ -343,7 +343,7 @@ def _memory_model_of(device: torch.device) -> Translation | None:
     """What is known of workspaces and rounding on a device; nothing of the host."""
     if device.type != "cuda":
         return None
-    from recollect._profile.translate import workspaces_on
+    from recollect._profile.dry.translate import workspaces_on
 
     return workspaces_on(device)
 

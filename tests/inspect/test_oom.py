@@ -22,13 +22,13 @@ import recollect
 from recollect import compat
 from recollect._core.calls import Phase
 from recollect._core.torch_private import alarms
-from recollect._fit.oom import alive as oom_alive
-from recollect._fit.oom import watch as oom
-from recollect._fit.oom.alive import Alive, SavedPlace
-from recollect._fit.oom.error import read_shortage
-from recollect._fit.oom.remedies import Candidate, find_remedies
-from recollect._fit.oom.text import format_report
-from recollect._fit.oom.watch import OomReport, on_oom
+from recollect._inspect.oom import alive as oom_alive
+from recollect._inspect.oom import watch as oom
+from recollect._inspect.oom.alive import Alive, SavedPlace
+from recollect._inspect.oom.error import read_shortage
+from recollect._inspect.oom.remedies import Candidate, find_remedies
+from recollect._inspect.oom.text import format_report
+from recollect._inspect.oom.watch import OomReport, on_oom
 from tests.watching import backward, what_is_in_force
 
 MEBIBYTE = 2**20
@@ -597,7 +597,7 @@ def test_installed_it_reports_what_no_one_catches(tmp_path: Path) -> None:
         textwrap.dedent("""
         import sys, threading
         import torch
-        from recollect._fit.oom.watch import on_oom
+        from recollect._inspect.oom.watch import on_oom
         before = sys.excepthook, threading.excepthook, torch.nn.Module._call_impl
         handle = on_oom().install()
         assert handle.install() is handle
@@ -877,7 +877,7 @@ REAL = """
 import resource, sys
 import torch
 from torch import nn
-from recollect._fit.oom.watch import on_oom
+from recollect._inspect.oom.watch import on_oom
 torch.set_num_threads(1)
 
 class Block(nn.Module):

@@ -28,10 +28,10 @@ from recollect._core.torch_private.fake import (
     run_composite,
     without_autocast_on_cpu,
 )
-from recollect._profile.kernels import Attention, batch_norm, dropout, rms_norm
-from recollect._profile.recurrent import BACKWARDS, RESERVES, recurrent_kernels
-from recollect._profile.roofline import Device, find_device
-from recollect._profile.workspaces import find_workspace
+from recollect._profile.dry.kernels import Attention, batch_norm, dropout, rms_norm
+from recollect._profile.dry.recurrent import BACKWARDS, RESERVES, recurrent_kernels
+from recollect._profile.dry.roofline import Device, find_device
+from recollect._profile.dry.workspaces import find_workspace
 
 _HALVES = (torch.float16, torch.bfloat16)
 _STATISTICS = frozenset(

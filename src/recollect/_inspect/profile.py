@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from recollect._apply.function import name_of
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._fit.step import StepProfiler, device_of
+from recollect._inspect.step import StepProfiler, device_of
 from recollect._profile.search import find_modules, find_optimizers
 
 
@@ -104,8 +104,8 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
                 profiler.clear_gradients()
             _run(step_or_model, inputs, given, loss)
         return profiler.profile
-    from recollect._profile.dry import dry_step  # not at import: fake tensors bring much of torch along
-    from recollect._profile.roofline import find_device
+    from recollect._profile.dry.roofline import find_device
+    from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
 
     asked = find_device(here if device is None else device)
     with dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes:

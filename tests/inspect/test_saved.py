@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import compat
 from recollect._core.torch_private import graph
-from recollect._fit.saved import Kind, SavedEntry, SavedReport, describe_saved, format_saved, print_saved
+from recollect._inspect.saved import Kind, SavedEntry, SavedReport, describe_saved, format_saved, print_saved
 from recollect._profile.memory import LiveBytes
 
 

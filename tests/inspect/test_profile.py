@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import recollect
 from recollect import Profile, compat, policies
 from recollect._core.calls import Category, OpCall, Phase
-from recollect._core.graph import Clock
+from recollect._core.profiles import Clock
 from recollect._core.timeline import Timeline
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._fit.saved import describe_saved
-from recollect._fit.step import StepProfiler
+from recollect._inspect.saved import describe_saved
+from recollect._inspect.step import StepProfiler
 from recollect._profile.memory import LiveBytes
 from tests.corpus import CASES, Call, Case
-from tests.fit.states import assert_same, state_of
+from tests.inspect.states import assert_same, state_of
 from tests.models import GPT, MODELS
 
 RULES: dict[str, Any] = {

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recollect._core.operators import operator_of
 from recollect._core.torch_private.dispatch import DispatchMode
-from recollect._profile.dry import DryStep, dry_step
-from recollect._profile.roofline import find_device
-from recollect._profile.translate import workspaces_on
+from recollect._profile.dry.roofline import find_device
+from recollect._profile.dry.step import DryStep, dry_step
+from recollect._profile.dry.translate import workspaces_on
 from tests.models import MODELS
 
 H200 = find_device("H200")

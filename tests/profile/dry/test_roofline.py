@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from recollect._core.calls import OpCall, Storage, Value
-from recollect._profile.roofline import DEVICES, estimate_s, find_device
+from recollect._profile.dry.roofline import DEVICES, estimate_s, find_device
 
 H200 = find_device("H200")
 

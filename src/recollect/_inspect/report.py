@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-from recollect._core.graph import Profile
+from recollect._core.profiles import Profile
 from recollect._plan.gains import find_gains
 
 _KINDS = {

@@ -1,0 +1,1 @@
+"""The dry half: a step on fake tensors, with the kernels, workspaces and times of a device that is not here."""
