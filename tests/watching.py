@@ -1,5 +1,6 @@
-"""What tests use to watch a step from outside: operators run again, calls of a function, what is in force now."""
+"""What tests use to watch a step from outside: operators run again, calls made, what lives, what is in force now."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 import recollect
 from recollect._core.torch_private.dispatch import DispatchMode
+
+Region = Callable[..., Any]
 
 
 class Operators(DispatchMode):
@@ -55,6 +58,35 @@ class RunsToItsEnd:
         y = x.exp().sin()
         self.ends += 1
         return y
+
+
+class Watched:
+    """Says which of the tensors it was shown still have their bytes, by name."""
+
+    def __init__(self) -> None:
+        self._storages: dict[str, weakref.ref[torch.UntypedStorage]] = {}
+
+    def show(self, **tensors: Tensor) -> None:
+        self._storages |= {name: weakref.ref(tensor.untyped_storage()) for name, tensor in tensors.items()}
+
+    @property
+    def alive(self) -> set[str]:
+        return {name for name, storage in self._storages.items() if storage() is not None}
+
+
+class Token:
+    """Something that a region's function holds."""
+
+
+def token_held_by(use: Callable[[Callable[[Tensor], Tensor]], None]) -> weakref.ref[Token]:
+    token = Token()
+
+    def fn(x: Tensor) -> Tensor:
+        assert token is not None
+        return x.exp().sin()
+
+    use(fn)
+    return weakref.ref(token)
 
 
 def what_is_in_force() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What stands in a module's forward: bindings, copies, lifetimes, and others who replace forward too."""
 
 import copy
-import gc
 import inspect
 import pickle
 import threading
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 import recollect
 from recollect import Decision
+from tests.collecting import collect_new, without_collector
 from tests.models import GPT, Block, Looped
 
 RECOMPUTE = Decision.RECOMPUTE
@@ -25,10 +25,9 @@ RECOMPUTE = Decision.RECOMPUTE
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    collect_new()
+    with without_collector():
+        yield
 
 
 class Counting(nn.Module):

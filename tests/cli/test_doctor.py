@@ -8,7 +8,6 @@ import torch
 
 from recollect._cli import checks
 from recollect._cli.checks import Check, State, judge_torch
-from tests.cli.commands import recollect
 from tests.cli.conftest import Invoke
 
 pytest.importorskip("typer")
@@ -20,8 +19,8 @@ def only(found: Any) -> Check:
     return check
 
 
-def test_findings_as_json_are_alone_on_standard_output(tmp_path: Any) -> None:
-    done = recollect("doctor", "--json", folder=tmp_path)
+def test_findings_as_json_are_alone_on_standard_output(invoke: Invoke) -> None:
+    done = invoke("doctor", "--json")
     assert (done.code, done.err) == (0, "")
     found = json.loads(done.out)
     assert (found["recollect"], found["version"], found["torch"]) == ("doctor", 1, torch.__version__)

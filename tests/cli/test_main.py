@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ def test_the_program_says_its_version_and_that_of_torch(folder: Path) -> None:
     assert re.fullmatch(rf"recollect .+, torch {re.escape(torch.__version__)}\n", done.out)
 
 
-def test_piped_help_names_all_commands_and_has_no_escape_codes(folder: Path) -> None:
-    done = recollect("--help", folder=folder)
+def test_piped_help_names_all_commands_and_has_no_escape_codes(invoke: Invoke) -> None:
+    done = invoke("--help")
     assert done.code == 0
     assert all(command in done.out for command in COMMANDS)
     assert "Exit codes" in done.out
@@ -81,10 +82,11 @@ def test_a_completion_script_is_printed(invoke: Invoke, monkeypatch: pytest.Monk
     assert "_RECOLLECT_COMPLETE" in done.out
 
 
-def test_the_shell_completes_commands(folder: Path) -> None:
+def test_the_shell_completes_commands(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"_RECOLLECT_COMPLETE": "complete_bash", "COMP_WORDS": "recollect d", "COMP_CWORD": "1"}
-    done = recollect(folder=folder, variables=variables)
-    assert done.out.split() == ["doctor", "demo"]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert invoke().out.split() == ["doctor", "demo"]
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -99,6 +101,18 @@ def test_without_its_libraries_the_program_names_the_extra(
     assert capsys.readouterr().err == expected
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes started here can be interrupted, even where a shell started the tests with SIGINT ignored.
+
+    A shell does so for what it runs in the background, and a process hands it on; a handler it does not.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_command_ends_with_130_and_no_traceback(folder: Path) -> None:
     (folder / "slow.py").write_text("import time\nprint('running', flush=True)\ntime.sleep(60)\n", "utf-8")
     command = [sys.executable, "-m", "recollect", "profile", "slow.py"]

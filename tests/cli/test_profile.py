@@ -14,21 +14,12 @@ from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
 from tests.cli.commands import recollect
 from tests.cli.conftest import Invoke
+from tests.cli.taking import held, take
 
 pytest.importorskip("typer")
 
 
 LONG = "x" * 300
-
-
-def take(invoke: Invoke, *args: str) -> Profile:
-    done = invoke("profile", *args[:1], "--json", "-", *args[1:])
-    assert done.code == 0, done.err
-    return Profile.from_json(done.out)
-
-
-def held(profile: Profile, category: Category) -> int:
-    return sum(storage.bytes for storage in profile.storages if storage.category is category)
 
 
 # What a target may be.
@@ -396,8 +387,8 @@ def test_a_place_that_may_not_be_written_is_refused_before_anything_runs(
     assert (done.code, done.err) == (2, expected)
 
 
-def test_the_text_report_is_printed_without_escape_codes_where_it_is_piped(folder: Path) -> None:
-    done = recollect("profile", "train.py:make_model", folder=folder)
+def test_the_text_report_is_printed_without_escape_codes_where_it_is_piped(invoke: Invoke) -> None:
+    done = invoke("profile", "train.py:make_model")
     assert (done.code, done.err) == (0, "")
     assert "peak" in done.out
     assert "\x1b" not in done.out

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from recollect._core.profiles import Profile
-from tests.cli.commands import recollect
 from tests.cli.conftest import Invoke
 from tests.report.steps import transformer_step
 
@@ -24,8 +23,8 @@ def step(folder: Path) -> Profile:
 
 
 @pytest.mark.usefixtures("step")
-def test_a_profile_is_printed_without_escape_codes_where_it_is_piped(folder: Path) -> None:
-    done = recollect("report", "step.json", folder=folder)
+def test_a_profile_is_printed_without_escape_codes_where_it_is_piped(invoke: Invoke) -> None:
+    done = invoke("report", "step.json")
     assert (done.code, done.err) == (0, "")
     assert "peak" in done.out
     assert "\x1b" not in done.out

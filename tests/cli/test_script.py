@@ -10,7 +10,7 @@ from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
 from recollect._inspect.step import StepProfiler
 from tests.cli.conftest import Invoke
-from tests.cli.test_profile import held
+from tests.cli.taking import held
 
 pytest.importorskip("typer")
 

@@ -6,7 +6,7 @@ import pytest
 
 from recollect._core.calls import Phase
 from tests.cli.conftest import Invoke
-from tests.cli.test_profile import take
+from tests.cli.taking import take
 
 pytest.importorskip("typer")
 

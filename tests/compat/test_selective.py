@@ -1,7 +1,6 @@
 """Selective checkpointing with torch's names: what is kept, what is run again, and what is refused."""
 
 import functools
-import gc
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 import recollect
 from recollect import compat
 from recollect.compat import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
-from tests.contracts.test_gradients import (
+from tests.collecting import collect_new, without_collector
+from tests.contracts.stepping import (
     Derive,
     by_backward,
     by_backward_to_some,
@@ -393,10 +393,9 @@ def test_the_contexts_of_one_call_cannot_serve_another() -> None:
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    collect_new()
+    with without_collector():
+        yield
 
 
 class Results:

@@ -6,7 +6,6 @@ Each docstring-like comment says the complaint in our words; the test shows that
 from __future__ import annotations
 
 import contextvars
-import gc
 import itertools
 import re
 import sys
@@ -26,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 import recollect
 from recollect import compat
 from recollect._profile.memory import LiveBytes
+from tests.collecting import collect_new, without_collector
 from tests.models import GPT
 from tests.watching import Counted, Operators, backward, what_is_in_force
 
@@ -535,16 +535,6 @@ def test_complaint_18_an_exception_leaves_nothing_in_force(where: str, explain: 
 # Memory.
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class Watch:
     """Weak references to the storages of tensors."""
 
@@ -608,7 +598,8 @@ def test_complaint_19_no_cycle_keeps_activations_until_the_collector_runs(
 
     for _ in range(depth):
         f = recollect.checkpoint(f, check=check)
-    with no_collector():
+    collect_new()
+    with without_collector():
         x = torch.randn(8, requires_grad=True)
         loss = watch(f(watch(x * 2)).sum())
         step(loss, x)
@@ -726,7 +717,8 @@ def test_complaint_22_warm_ups_of_an_autotuner_are_not_kept(policy: Any, in_call
         return product(product(x, w).sin(), w).exp()
 
     region = recollect.checkpoint(f, policy=policy)
-    with no_collector():
+    collect_new()
+    with without_collector():
         for _ in range(3):
             x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
             loss = region(x, w).sum()
@@ -1062,7 +1054,8 @@ def test_complaint_32_no_intermediate_is_alive_between_forward_and_backward_of_a
         del kept
         return alive
 
-    with no_collector():
+    collect_new()
+    with without_collector():
         assert bytes_and_alive(is_region=True) == 0
         if transform is not torch.func.jvp:
             assert bytes_and_alive(is_region=False) > 0

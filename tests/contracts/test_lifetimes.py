@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
@@ -16,29 +15,15 @@ from torch.utils import _pytree
 import recollect
 from recollect import compat
 from recollect._profile.memory import LiveBytes
+from tests.collecting import without_collector
 from tests.corpus import CASES, Batch, Call, Case, Pair
-from tests.watching import backward
+from tests.watching import Region, Watched, backward, token_held_by
 
 
 @pytest.fixture(autouse=True)
 def collector_off() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-class Watched:
-    """Says which of the tensors it was shown still have their bytes, by name."""
-
-    def __init__(self) -> None:
-        self._storages: dict[str, weakref.ref[torch.UntypedStorage]] = {}
-
-    def show(self, **tensors: Tensor) -> None:
-        self._storages |= {name: weakref.ref(tensor.untyped_storage()) for name, tensor in tensors.items()}
-
-    @property
-    def alive(self) -> set[str]:
-        return {name for name, storage in self._storages.items() if storage() is not None}
+    with without_collector():
+        yield
 
 
 def fresh() -> Tensor:
@@ -58,7 +43,6 @@ FORMS: dict[str, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 }
 each_form = pytest.mark.parametrize("form", FORMS)
 
-Region = Callable[..., Any]
 NATIVE: dict[str, Callable[[Region], Region]] = {
     "native": recollect.checkpoint,
     "to the end": lambda fn: recollect.checkpoint(fn, early_stop=False),
@@ -361,21 +345,6 @@ def test_nothing_recomputed_outlives_a_pass_through_nested_regions(keep: bool) -
 
 
 # No cycles
-
-
-class Token:
-    """Something that a region's function holds."""
-
-
-def token_held_by(use: Callable[[Callable[[Tensor], Tensor]], None]) -> weakref.ref[Token]:
-    token = Token()
-
-    def fn(x: Tensor) -> Tensor:
-        assert token is not None
-        return x.exp().sin()
-
-    use(fn)
-    return weakref.ref(token)
 
 
 def differently(fn: Region) -> Region:

@@ -4,7 +4,6 @@ All do three steps: the first call learns what the policy says, and those after 
 """
 
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ import recollect
 from recollect import Decision, Site, policies
 from recollect._policy.base import PolicyLike
 from recollect._recompute.search import find_modules
-from tests.contracts.test_gradients import (
+from tests.contracts.stepping import (
     Derive,
     Outcome,
     by_backward,
@@ -29,6 +28,7 @@ from tests.contracts.test_gradients import (
     to_loss,
 )
 from tests.corpus import CASES, Call, Case
+from tests.deciding import toss
 
 # Many of these policies match nothing on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
@@ -37,12 +37,6 @@ STEPS = 3
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # What is kept
-
-
-def toss(site: Site, *, seed: int) -> Decision:
-    """Decides by a coin that falls the same way for the same site."""
-    coin = zlib.crc32(f"{seed} {site.op} {site.call}".encode()) >> 7 & 1
-    return Decision.SAVE if coin else Decision.RECOMPUTE
 
 
 def by_coin(site: Site) -> Decision:

@@ -15,8 +15,8 @@ from recollect import Decision, Site, policies
 from recollect._core.scope import watcher
 from recollect._policy.base import PolicyLike
 from recollect._profile.memory import LiveBytes
-from tests.contracts.test_lifetimes import Region, Watched, token_held_by
-from tests.watching import backward, what_is_in_force
+from tests.collecting import collect_new, without_collector
+from tests.watching import Region, Watched, backward, token_held_by, what_is_in_force
 
 # Many of these policies match nothing on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
@@ -28,10 +28,9 @@ UNIT = 4 * SIZE * SIZE
 
 @pytest.fixture(autouse=True)
 def collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    collect_new()
+    with without_collector():
+        yield
 
 
 def square() -> Tensor:

@@ -1,9 +1,9 @@
 """Random networks in random regions under random policies: steps are bitwise the plain steps, and leave nothing behind.
 
-Networks and steps are those of `test_random_networks`. Here each region also has a policy: a coin for each site,
-modules, named blocks and values, or one of the catalogue, so that regions under policies stand in each other, in plain
-regions and around them. Each example does three steps on fresh data: a region's first call learns, later ones run
-lighter.
+Networks and steps are those of `networks.py` and `network_steps.py`. Here each region also has a policy: a coin for
+each site, modules, named blocks and values, or one of the catalogue, so that regions under policies stand in each
+other, in plain regions and around them. Each example does three steps on fresh data: a region's first call learns,
+later ones run lighter.
 
 To hunt: ``RECOLLECT_EXAMPLES=1000 pytest tests/contracts/test_selective_networks.py`` (per kind of step; default 12).
 """
@@ -28,9 +28,11 @@ from torch import Tensor, nn
 import recollect
 from recollect import policies
 from recollect._policy.base import PolicyLike
-from tests.contracts import test_random_networks as networks
-from tests.contracts.test_random_networks import Case, Machine, Outcome, Region, Step
-from tests.contracts.test_selective_gradients import toss
+from tests.collecting import without_collector
+from tests.contracts import network_steps, networks
+from tests.contracts.network_steps import Case, Outcome, Step
+from tests.contracts.networks import Machine, Region
+from tests.deciding import toss
 
 # Many of these policies match nothing on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
@@ -139,7 +141,7 @@ def take_steps(case: Case, choices: Choices, step: Step, *, has_regions: bool) -
         leaves = [*inputs, *parameters]
 
         def forward(leaves: list[Tensor] = leaves) -> list[Tensor]:
-            outputs = networks.forward_of(machine, case, leaves)
+            outputs = network_steps.forward_of(machine, case, leaves)
             values.extend((f"output {i}", out.detach().clone()) for i, out in enumerate(outputs))
             weight = torch.linspace(-1, 1, networks.SIZE**2).view(networks.SIZE, networks.SIZE)
             machine.forgettable.clear()
@@ -173,17 +175,17 @@ _choices = st.builds(
 )
 
 
-@pytest.mark.parametrize("step", networks.STEPS)
+@pytest.mark.parametrize("step", network_steps.STEPS)
 @settings(
     phases=[phase for phase in Phase if phase is not Phase.explain],  # it takes minutes for one example
     max_examples=int(os.environ.get("RECOLLECT_EXAMPLES", "12")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-@given(case=networks._cases, choices=_choices)
+@given(case=network_steps.cases, choices=_choices)
 def test_steps_through_regions_under_policies_are_bitwise_the_plain_steps(
     step: Step, case: Case, choices: Choices
 ) -> None:
-    with networks.no_collector(), mock.patch.dict(networks.ALL, NAMED):
+    with without_collector(), mock.patch.dict(networks.ALL, NAMED):
         try:
             plain = take_steps(case, choices, step, has_regions=False)
         except RuntimeError as error:
@@ -196,10 +198,10 @@ def test_steps_through_regions_under_policies_are_bitwise_the_plain_steps(
             event("a write into what a region reads is refused")
             return
         different = [
-            name for (name, a), (_, b) in zip(plain.values, ours.values, strict=True) if not networks.is_same(a, b)
+            name for (name, a), (_, b) in zip(plain.values, ours.values, strict=True) if not network_steps.is_same(a, b)
         ]
         assert different == []
         # A function that closes over a tensor holds it; written into, the tensor holds the function in turn.
         is_held = plain.clash and "closure" in networks.routes_in(case.body)
-        if networks.living(plain) == 0 and not is_held:
-            assert networks.living(ours) == 0
+        if network_steps.living(plain) == 0 and not is_held:
+            assert network_steps.living(ours) == 0

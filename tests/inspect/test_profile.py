@@ -624,7 +624,7 @@ def test_progress_is_told() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5"])
 def test_models_of_transformers_are_profiled(kind: str) -> None:
     pytest.importorskip("transformers")
-    from tests.apply.test_trainers import TOKENS, transformers_models
+    from tests.transformers_models import TOKENS, transformers_models
 
     torch.manual_seed(0)
     model = transformers_models()[kind]().train()
