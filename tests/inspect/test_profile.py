@@ -23,6 +23,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 from recollect._inspect.saved import describe_saved
 from recollect._inspect.step import StepProfiler
 from recollect._profile.memory import LiveBytes
+from recollect._report.answer import answer
 from tests.corpus import CASES, Call, Case
 from tests.inspect.states import assert_same, state_of
 from tests.models import GPT, MODELS
@@ -536,12 +537,16 @@ def test_recomputation_is_told_apart_whoever_does_it(engine: Any, use_reentrant:
     assert any("torch.utils.checkpoint recomputes here" in note for note in found.notes) == is_torch
 
 
-@pytest.mark.parametrize(("width", "text"), [(2**10, "it fits"), (2**20, "it does not fit, by ")])
-def test_a_dry_profile_says_whether_the_step_would_fit(width: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("width", "text"), [(2**10, "It would fit: the peak is "), (2**20, "It would not fit: the peak is ")]
+)
+def test_a_dry_profile_knows_what_the_device_has_and_a_report_whether_the_step_would_fit(width: int, text: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 1))
     found = recollect.profile(model, torch.ones(2**14, 8), dry=True, device="H100")
-    assert found.notes[0].startswith(f"NVIDIA H100 80GB HBM3 has 79.10 GiB: {text}")
+    assert found.capacity_bytes == int(79.1 * 2**30)
+    assert answer(found).fit.startswith(text)
+    assert "79.10 GiB of NVIDIA H100 80GB HBM3" in answer(found).fit
 
 
 def test_operations_are_those_of_torchs_counter() -> None:

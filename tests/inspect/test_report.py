@@ -18,10 +18,12 @@ from recollect._inspect import report as reporting
 from recollect._inspect.report import report
 from recollect._plan.gains import find_gains
 from recollect._report.text import write_text
+from recollect.policies import first_match, save_attention, save_every
 from tests.report.steps import transformer_step
 
 STEP = transformer_step(2)
 OTHER = transformer_step(2, recomputes=True)
+GAINS = find_gains(STEP, policies={"selective": first_match(save_attention, save_every("aten.mm.default", 2))})
 
 
 def names_in(folder: Path) -> list[str]:
@@ -36,7 +38,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.startswith("GPT on cpu: peak ")
-    assert "what could be gained by recomputing" in shown.out
+    assert "what recomputing would give" in shown.out
     assert "\x1b" not in shown.out
 
 
@@ -128,7 +130,7 @@ def test_two_profiles_are_compared_in_a_file(name: str, tmp_path: Path) -> None:
 
 def test_the_text_of_a_file_is_that_of_the_report(tmp_path: Path) -> None:
     report(STEP, tmp_path / "step.txt", top=3)
-    assert (tmp_path / "step.txt").read_text(encoding="utf-8") == write_text(STEP, gains=find_gains(STEP), top=3)
+    assert (tmp_path / "step.txt").read_text(encoding="utf-8") == write_text(STEP, gains=GAINS, top=3)
 
 
 # Errors.
@@ -139,31 +141,31 @@ def test_an_unknown_suffix_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot tell what to write") as raised:
         report(STEP, tmp_path / name)
     assert str(raised.value) == (
-        f"cannot tell what to write to '{tmp_path / name}': its name ends in none of .html, .png, .svg, .pdf, .txt, "
-        ".trace.json, .json. Name it so, or pass kind=..."
+        f"cannot tell what to write to '{tmp_path / name}': expected a name that ends in one of .html, .png, .svg, "
+        ".pdf, .txt, .trace.json, .json. Or pass kind=..."
     )
     assert names_in(tmp_path) == []
 
 
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no report of kind") as raised:
+    with pytest.raises(ValueError, match="unknown kind of report") as raised:
         report(STEP, tmp_path / "x.html", kind="word")
     assert str(raised.value) == (
-        "there is no report of kind 'word'; kinds are 'trace', 'html', 'png', 'svg', 'pdf', 'text', 'json'"
+        "unknown kind of report: 'word'; expected one of 'trace', 'html', 'png', 'svg', 'pdf', 'text', 'json'"
     )
 
 
 def test_a_page_is_not_printed() -> None:
-    with pytest.raises(ValueError, match="is not printed") as raised:
+    with pytest.raises(ValueError, match="cannot be printed") as raised:
         report(STEP, kind="html")
     assert str(raised.value) == (
-        "a report of kind 'html' is not printed: say where to write it, as in report(profile, 'x.html')"
+        "a report of kind 'html' cannot be printed: pass a file to write, as in report(profile, 'x.html')"
     )
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.trace.json"])
 def test_what_holds_one_profile_does_not_compare(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds one profile; compare two"):
+    with pytest.raises(ValueError, match="holds one profile; to compare two"):
         report(STEP, tmp_path / name, against=OTHER)
     assert names_in(tmp_path) == []
 
@@ -172,13 +174,14 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         report(STEP, tmp_path / "none" / "x.html")
     assert str(raised.value) == (
-        f"cannot write a report to '{tmp_path}/none/x.html': there is no directory '{tmp_path}/none'; make it first"
+        f"cannot write a report to '{tmp_path}/none/x.html': the directory '{tmp_path}/none' does not exist. "
+        "Create it first"
     )
 
 
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "x.html").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"it is a directory; name a file in it, as '.*report\.html'"):
+    with pytest.raises(IsADirectoryError, match=r"it is a directory. Name a file in it, such as '.*report\.html'"):
         report(STEP, tmp_path / "x.html")
 
 
@@ -187,17 +190,17 @@ def test_what_is_no_profile_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError) as raised:
         report(wrong)
     assert str(raised.value) == (
-        f"recollect.report expects as profile a Profile, as recollect.profile returns it, not {type(wrong).__name__}; "
-        "for one in a file: recollect.Profile.from_json(path.read_text())"
+        f"recollect.report: profile must be a Profile, as recollect.profile returns it, not {type(wrong).__name__}. "
+        "To read one from a file: recollect.Profile.from_json(path.read_text())"
     )
     if wrong is not None:
-        with pytest.raises(TypeError, match="expects as against a Profile"):
+        with pytest.raises(TypeError, match="against must be a Profile"):
             report(STEP, against=wrong)
 
 
 @pytest.mark.parametrize("top", [0, -1, True, 1.5])
 def test_tables_have_at_least_a_line(top: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected how many lines a table may have, at least 1"):
+    with pytest.raises(ValueError, match=r"expected a number of lines, at least 1"):
         report(STEP, top=top)
 
 
@@ -218,7 +221,7 @@ def test_a_missing_library_names_its_extra(
     with pytest.raises(ImportError) as raised:
         report(STEP, None if name is None else tmp_path / name)
     assert str(raised.value) == (
-        f'a report as {form} needs {library}, which is not installed: pip install "recollect[{extra}]"'
+        f'a report as {form} needs {library}, which is not installed. Run: pip install "recollect[{extra}]"'
     )
     assert names_in(tmp_path) == []
 

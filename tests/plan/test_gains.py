@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import recollect
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
+from recollect._core.decisions import Decision, Site
 from recollect._core.gains import Gain
 from recollect._core.profiles import ModuleEntry, Profile
 from recollect._core.torch_private.pytree import tree_leaves
@@ -26,7 +27,8 @@ from tests.report.steps import transformer_step
 
 
 def by_path(profile: Profile) -> dict[str, Gain]:
-    return {gain.path: gain for gain in find_gains(profile)}
+    """Those in which all of a path's modules are recomputed, and all of each."""
+    return {gain.path: gain for gain in find_gains(profile) if gain.every == 1 and gain.policy == "full"}
 
 
 # Against steps in which layers are recomputed.
@@ -74,7 +76,7 @@ def test_the_peak_is_that_of_the_model_whose_modules_are_recomputed(name: str) -
     assert largest
     assert largest[0].peak_bytes < before.peak_bytes
     for gain in largest:
-        recollect.apply(model, {gain.path: recollect.Decision.RECOMPUTE})
+        recollect.apply(model, {gain.path: recollect.Decision.RECOMPUTE}, every=gain.every)
         after = take()
         recollect.remove(model)
         assert gain.peak_bytes == pytest.approx(after.peak_bytes, rel=0.01), gain.path
@@ -203,7 +205,7 @@ def test_what_a_region_runs_again_already_is_not_paid_twice() -> None:
     assert (gain.freed_bytes, gain.recompute_flops) == (100, 7 + 5)
 
 
-def test_the_cheapest_comes_first_and_by_operations_without_times() -> None:
+def test_a_price_is_in_seconds_and_in_operations_without_times() -> None:
     def step(seconds: dict[str, float | None], flops: dict[str, int]) -> Profile:
         storages = [Storage(bytes=1, lifetime=Lifetime.STEP), *(Storage(bytes=100) for _ in range(4))]
         calls = [
@@ -218,11 +220,76 @@ def test_the_cheapest_comes_first_and_by_operations_without_times() -> None:
         saved = (Saved(storage=1, by=1, reader=6), Saved(storage=3, by=3, reader=5))
         return Profile(storages=tuple(storages), calls=tuple(calls), saved=saved, modules=modules("", "a", "b"))
 
-    timed = find_gains(step({"a": 2.0, "b": 1.0}, {"a": 1, "b": 2}))
+    timed = sorted(find_gains(step({"a": 2.0, "b": 1.0}, {"a": 1, "b": 2})), key=lambda gain: gain.price)
     assert [(gain.path, gain.recompute_s) for gain in timed] == [("b", 2.0), ("a", 4.0)]
     assert [gain.price for gain in timed] == [0.02, 0.04]
-    counted = find_gains(step({"a": None, "b": None}, {"a": 1, "b": 2}))
+    counted = sorted(find_gains(step({"a": None, "b": None}, {"a": 1, "b": 2})), key=lambda gain: gain.price)
     assert [(gain.path, gain.recompute_s, gain.price) for gain in counted] == [("a", None, 0.02), ("b", None, 0.04)]
+
+
+def test_what_gives_most_comes_first() -> None:
+    gains = find_gains(transformer_step(6, tokens=1024))
+    assert [gain.peak_bytes for gain in gains] == sorted(gain.peak_bytes for gain in gains)
+    assert (gains[0].path, gains[0].count) == ("layers.*", 6)
+
+
+def test_every_second_of_repeated_blocks_is_a_choice() -> None:
+    plain = transformer_step(6, tokens=1024)
+    [gain] = [gain for gain in find_gains(plain) if gain.every == 2]
+    alone = by_path(plain)
+    assert (gain.path, gain.count) == ("layers.*", 3)
+    assert gain.freed_bytes == sum(alone[f"layers.{number}"].freed_bytes for number in (0, 2, 4))
+    assert not any(gain.every == 2 for gain in find_gains(transformer_step(3)))
+
+
+def test_a_policy_keeps_what_it_saves_and_does_not_pay_for_it() -> None:
+    plain = transformer_step(4, tokens=1024)
+    everything, nothing, products = (
+        next((gain for gain in find_gains(plain, policies={"some": policy}) if gain.policy == "some"), None)
+        for policy in (
+            lambda site: Decision.SAVE,
+            lambda site: None,
+            lambda site: Decision.SAVE if site.op == "aten.mm.default" else None,
+        )
+    )
+    full = by_path(plain)["layers.*"]
+    assert everything is None
+    assert nothing is not None
+    assert (nothing.freed_bytes, nothing.peak_bytes) == (full.freed_bytes, full.peak_bytes)
+    assert nothing.recompute_flops < full.recompute_flops  # of a block's last product nobody needs the result
+    assert products is not None
+    assert 0 < products.freed_bytes < full.freed_bytes
+    again = {"aten._scaled_dot_product_flash_attention.default", "aten.gelu.default"}
+    in_layers = [call for call in plain.calls if call.phase is Phase.FORWARD and "layers" in call.module]
+    assert products.recompute_flops == sum(call.flops for call in in_layers if call.op in again)
+
+
+def test_a_policy_sees_calls_counted_as_in_a_region() -> None:
+    seen: list[tuple[str, str, int]] = []
+
+    def note(site: Site) -> None:
+        seen.append((site.region, site.op, site.call))
+
+    find_gains(transformer_step(2), policies={"some": note})
+    assert {call for _, op, call in seen if op == "aten.mm.default"} == {0, 1, 2}
+    assert {region for region, _, _ in seen} == {"layers.*"}
+
+
+def test_what_a_cache_holds_is_not_freed() -> None:
+    plain = transformer_step(4, tokens=1024)
+    keys = [
+        made.storage
+        for made in plain.made()
+        if plain.calls[made.call].module == "layers.0.attn.qkv" and plain.calls[made.call].phase is Phase.FORWARD
+    ]
+    spans = plain.timeline.spans
+    storages = tuple(
+        dataclasses.replace(storage, made_at=max(spans[at][0], 0), freed_at=len(plain.calls)) if at in keys else storage
+        for at, storage in enumerate(plain.storages)
+    )
+    cached = dataclasses.replace(plain, storages=storages)
+    less = by_path(plain)["layers.0"].freed_bytes - by_path(cached)["layers.0"].freed_bytes
+    assert less == sum(plain.storages[storage].bytes for storage in keys) > 0
 
 
 def test_the_model_itself_is_there_if_it_has_no_parts() -> None:
@@ -243,10 +310,10 @@ def test_lists_of_modules_that_differ_are_no_family() -> None:
     kinds = {"": "Net", "list": "Sequential", "list.0": "Linear", "list.1": "GELU", "list.2": "Linear"}
     entries = tuple(ModuleEntry(path=path, kind=kind) for path, kind in kinds.items())
     step = dataclasses.replace(small_step(["list.0", "list.1", "list.2"]), modules=entries)
-    assert [gain.path for gain in find_gains(step)] == ["list", "list.0", "list.1", "list.2"]
+    assert sorted(gain.path for gain in find_gains(step)) == ["list", "list.0", "list.1", "list.2"]
 
 
-def test_parts_of_alike_modules_are_families_too() -> None:
+def test_parts_of_repeated_modules_are_families_too() -> None:
     kinds = {"": "Net", "h": "ModuleList"}
     for number in range(2):
         kinds |= {f"h.{number}": "Block", f"h.{number}.mlp": "MLP", f"h.{number}.mlp.0": "Linear"}

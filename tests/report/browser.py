@@ -97,6 +97,10 @@ class Page:
         elements[0].click()
         self.wait_for_frame()
 
+    def unfold(self) -> None:
+        """Shows identical layers one by one."""
+        self.click("#fold input")
+
     def click_corner(self, selector: str) -> None:
         """Clicks where an element is not covered by those that it holds."""
         code = """

@@ -16,6 +16,7 @@ from recollect._core.decisions import Decision
 from recollect._core.gains import Gain
 from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.units import format_bytes
+from recollect._report.answer import answer
 from recollect._report.html import write_html
 from recollect._report.summary import find_peak, list_modules, list_saved
 from recollect._report.verdict import judge_allocator, judge_peak
@@ -107,7 +108,7 @@ def chart_place(page: Page, call: int, *, chart: int = 0) -> tuple[float, float]
 
 
 def test_a_page_without_its_data_is_small() -> None:
-    assert len(write_html(EMPTY).encode()) < 100_000
+    assert len(write_html(EMPTY).encode()) < 120_000
 
 
 def test_a_page_refers_to_no_other_file() -> None:
@@ -184,13 +185,97 @@ def test_without_times_no_time_is_shown(page: Page) -> None:
     assert page.all("[data-axis]") == []
 
 
-def test_the_head_says_what_would_lower_the_peak_and_what_the_allocator_holds(page: Page) -> None:
+def test_the_page_says_what_the_peak_is_made_of_and_what_the_allocator_holds(page: Page) -> None:
     entry = AllocatorEntry(device="cuda:0", peak_bytes=2**30, reserved_bytes=2**31, total_bytes=2**34)
     page.open(replace(STEP, allocators=(entry,)))
     assert page.text("#verdict").split("\n") == [*judge_peak(find_peak(STEP)), judge_allocator(entry)]
 
 
+def test_the_head_answers_whether_it_fits_and_what_would_help(page: Page) -> None:
+    page.open(replace(STEP, device="NVIDIA H200", capacity_bytes=2**22), gains=GAINS)
+    assert page.text("#fit") == (
+        "It does not fit: the peak is 5.03 MiB, 1.03 MiB more than the 4.00 MiB of NVIDIA H200."
+    )
+    found = answer(replace(STEP, capacity_bytes=2**22), GAINS)
+    assert page.column("#suggestions code") == [one.code for one in found.suggestions]
+    assert page.column("#suggestions .gives") == [one.gives for one in found.suggestions]
+    page.open(replace(STEP, capacity_bytes=2**30))
+    assert page.text("#fit").startswith("It fits: ")
+
+
+@pytest.mark.parametrize("against", [None, STEP])
+def test_the_answer_and_the_timeline_are_above_the_fold(page: Page, against: Profile | None) -> None:
+    step = replace(RECOMPUTED, device="NVIDIA H200", capacity_bytes=2**22)
+    page.open(step, against=against, gains=GAINS)
+    code = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
+    height = LAPTOP[1]
+    assert page.script(code, "#suggestions") < height
+    assert page.script(code, "#comparison-curves svg" if against is not None else ".chart svg") <= height
+
+
+def test_a_line_of_code_is_copied_or_selected_with_one_click(page: Page) -> None:
+    page.open(STEP, gains=GAINS)
+    button = page.all("#suggestions button")[0]
+    button.click()
+    page.driver.execute_async_script("setTimeout(arguments[0], 300)")
+    assert button.text in ("Copied", "Selected")
+
+
+def test_saved_tensors_of_several_passes_are_explained(page: Page) -> None:
+    calls: list[OpCall] = []
+    saved, storages = [], [Storage(bytes=8, lifetime=Lifetime.STEP)]
+    for _ in range(3):
+        at, number = len(storages), len(calls)
+        storages.append(Storage(bytes=2**20, category=Category.ACTIVATION))
+        made = Value(storage=at)
+        calls += [
+            OpCall(op="aten.exp.default", inputs=(Value(storage=0),), outputs=(made,)),
+            OpCall(op="aten.mul.Tensor", phase=Phase.BACKWARD, inputs=(made,), forward=number),
+        ]
+        saved.append(Saved(storage=at, by=number, reader=number + 1))
+    page.open(Profile(storages=tuple(storages), calls=tuple(calls), saved=tuple(saved)))
+    assert "at a time; 3.00 MiB in 3 tensors over 3 forward passes, each of which frees its own" in page.text("#facts")
+
+
+def test_the_picture_is_a_png_with_the_colours_of_the_page(page: Page) -> None:
+    for scheme, is_bright in (("light", True), ("dark", False)):
+        page.open(RECOMPUTED, against=STEP, scheme=scheme)
+        code = """
+            const done = arguments[0];
+            HTMLAnchorElement.prototype.click = function () {
+                const image = new Image();
+                image.onload = () => {
+                    const canvas = document.createElement('canvas');
+                    [canvas.width, canvas.height] = [image.width, image.height];
+                    const brush = canvas.getContext('2d');
+                    brush.drawImage(image, 0, 0);
+                    done([this.download, this.href.slice(0, 22), image.width, image.height,
+                        [...brush.getImageData(2, 2, 1, 1).data]]);
+                };
+                image.src = this.href;
+            };
+            document.querySelector('#share button').click();
+        """
+        name, start, width, height, corner = page.driver.execute_async_script(code)
+        assert (name, start, width, height) == ("recollect.png", "data:image/png;base64,", 2400, 1260)
+        assert (sum(corner[:3]) > 700) == is_bright
+    page.requests()  # what the picture was made of: data of this page
+
+
 # -------------------------------------------------------------------------------------------- the timeline
+
+
+@pytest.mark.parametrize("capacity", [2**22, 2**23])
+def test_the_capacity_is_a_line_across_the_timeline(page: Page, capacity: int) -> None:
+    page.open(replace(STEP, capacity_bytes=capacity))
+    assert page.column(".chart .mark.capacity") == [f"capacity {format_bytes(capacity)}"]
+    assert len(page.all(".chart .capacity-line")) == 1
+
+
+def test_a_capacity_far_above_the_peak_is_a_word(page: Page) -> None:
+    page.open(replace(STEP, capacity_bytes=2**30))
+    assert page.column(".chart .mark.capacity") == ["capacity 1.00 GiB, above this scale"]
+    assert page.all(".chart .capacity-line") == []
 
 
 def test_the_page_counts_bytes_as_the_library_does(page: Page) -> None:
@@ -221,8 +306,11 @@ def test_the_panel_shows_the_peak_until_something_is_pointed_at(page: Page) -> N
     assert page.text(".panel h3") == "At the peak"
     assert page.text(".panel .figure") == format_bytes(peak.bytes)
     assert "".join(page.column(".peak-label")) == f"peak {format_bytes(peak.bytes)}"
-    alive = sorted((STEP.timeline.sizes[index] for index in STEP.timeline.alive_at(peak.call)), reverse=True)
-    assert page.column(".alive td.number") == [format_bytes(size) for size in alive[:10]]
+    alive = sum(STEP.timeline.sizes[index] for index in STEP.timeline.alive_at(peak.call))
+    sizes = page.column(".alive td.number")
+    assert sizes[0] == format_bytes(max(STEP.timeline.sizes[index] for index in STEP.timeline.alive_at(peak.call)))
+    assert len(sizes) == 10
+    assert alive == peak.bytes - STEP.calls[peak.call].workspace_bytes
 
 
 def test_hovering_shows_the_call_and_the_tensors_that_are_alive(page: Page) -> None:
@@ -234,8 +322,8 @@ def test_hovering_shows_the_call_and_the_tensors_that_are_alive(page: Page) -> N
     assert "forward of layers.1.mlp.act" in panel
     assert "aten.gelu.default, model.py:31" in panel
     assert format_bytes(STEP.timeline.bytes_at[number]) in panel
-    assert "layers.1.mlp.up" in alive
-    assert "layers.0.mlp.act" in alive
+    assert "layers.*.mlp.up \u00d7 2" in alive  # identical layers are one row
+    assert "layers.*.mlp.act \u00d7 2" in alive
     assert "float32[128, 256]" in page.column(".alive tr td:nth-child(2)")
     x, _ = chart_place(page, number)
     page.mouse("mouseMoved", x, 2)
@@ -328,6 +416,7 @@ def test_no_peak_is_lost_among_thousands_of_calls(page: Page) -> None:
 def test_the_tree_map_shows_modules_by_what_they_keep(page: Page) -> None:
     page.open(STEP)
     rows = {row.path: row for row in list_modules(STEP)}
+    page.unfold()
     titles = [tile.get_attribute("title") for tile in page.all(".tile")]
     assert f"layers: {format_bytes(rows['layers'].saved_bytes)}" in titles
     assert f"layers.1.mlp: {format_bytes(rows['layers.1.mlp'].saved_bytes)}" in titles
@@ -342,6 +431,7 @@ def test_no_tile_is_drawn_outside_of_the_one_that_holds_it(page: Page) -> None:
     sizes = [storage.bytes // (30 if at in slivers else 1) for at, storage in enumerate(step.storages)]
     storages = tuple(replace(storage, bytes=size) for storage, size in zip(step.storages, sizes, strict=True))
     page.open(replace(step, storages=storages))
+    page.unfold()
     code = """
         const map = document.querySelector('.tiles').getBoundingClientRect();
         const tiles = [...document.querySelectorAll('.tile')].map((tile) => [tile.title, tile.getBoundingClientRect()]);
@@ -360,6 +450,7 @@ def test_no_tile_is_drawn_outside_of_the_one_that_holds_it(page: Page) -> None:
 
 def test_a_click_goes_into_a_module_and_the_breadcrumb_out_again(page: Page) -> None:
     page.open(STEP)
+    page.unfold()
     page.click_corner("[title^='layers.1:']")
     assert page.column(".crumbs li") == ["GPT", "layers", "1"]
     page.mouse("mouseMoved", 2, 2)
@@ -375,6 +466,7 @@ def test_a_click_goes_into_a_module_and_the_breadcrumb_out_again(page: Page) -> 
 
 def test_keys_go_into_a_module_and_stay_at_the_map(page: Page) -> None:
     page.open(STEP)
+    page.unfold()
     assert page.all(".tile[tabindex='0']")[0].get_attribute("title").startswith("layers:")
     page.press("[title^='layers:']", "\ue007")  # Enter
     assert page.column(".crumbs li") == ["GPT", "layers"]
@@ -383,6 +475,7 @@ def test_keys_go_into_a_module_and_stay_at_the_map(page: Page) -> None:
 
 def test_hovering_a_tile_says_what_it_is(page: Page) -> None:
     page.open(STEP)
+    page.unfold()
     tile = page.one("[title^='layers.0.mlp.up:']")
     box = page.script(
         "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -395,6 +488,7 @@ def test_hovering_a_tile_says_what_it_is(page: Page) -> None:
 
 def test_the_tree_map_lists_the_tensors_of_a_module_in_the_table(page: Page) -> None:
     page.open(STEP)
+    page.unfold()
     page.click_corner("[title^='layers.1:']")
     page.click("#modules .quiet")
     assert {text.startswith("layers.1") for text in page.column("#saved td.module")} == {True}
@@ -402,6 +496,7 @@ def test_the_tree_map_lists_the_tensors_of_a_module_in_the_table(page: Page) -> 
 
 def test_the_table_lists_what_is_saved_largest_first(page: Page) -> None:
     page.open(STEP)
+    page.unfold()
     rows = list_saved(STEP)
     assert page.column("#saved td.size") == [format_bytes(row.bytes) for row in rows]
     assert page.column("#saved tbody tr:first-child td")[:5] == [
@@ -415,6 +510,7 @@ def test_the_table_lists_what_is_saved_largest_first(page: Page) -> None:
 
 def test_headers_sort_up_and_down(page: Page) -> None:
     page.open(transformer_step(11))
+    page.unfold()
     page.press("#saved input", "model.py:38")
     page.click("#saved th button", text="Module")
     modules = page.column("#saved td.module")
@@ -430,6 +526,7 @@ def test_headers_sort_up_and_down(page: Page) -> None:
 
 def test_the_filter_looks_in_module_operator_and_line(page: Page) -> None:
     page.open(STEP)
+    page.unfold()
     count = len(list_saved(STEP))
     for words, wanted in (("layers.1", "layers.1"), ("GELU", "aten.gelu.default"), ("model.py:24", "model.py:24")):
         page.one("#saved input").clear()
@@ -445,6 +542,28 @@ def test_the_filter_looks_in_module_operator_and_line(page: Page) -> None:
     assert page.column("#saved tbody tr") == ["Nothing matches."]
 
 
+def test_identical_layers_are_folded_until_they_are_wanted_one_by_one(page: Page) -> None:
+    step = transformer_step(12)
+    page.open(step)
+    rows = page.column("#saved td.module")
+    assert "layers.*.mlp.act \u00d7 12" in rows
+    assert not any("layers.3" in row for row in rows)
+    assert page.text("#saved .status").startswith(f"{len(list_saved(step))} of {len(list_saved(step))} tensors")
+    titles = [tile.get_attribute("title") for tile in page.all(".tile")]
+    saved = {row.path: row.saved_bytes for row in list_modules(step)}
+    whole = sum(saved[f"layers.{number}.mlp"] for number in range(12))
+    assert f"layers.*.mlp: {format_bytes(whole)}" in titles
+    page.press("#saved input", "layers.3.mlp")  # finds the row that it is in
+    assert "layers.*.mlp.act \u00d7 12" in page.column("#saved td.module")
+    page.unfold()
+    assert "layers.3.mlp.act" in page.column("#saved td.module")
+
+
+def test_a_model_without_identical_layers_has_nothing_to_fold(page: Page) -> None:
+    page.open(hostile_step("name"))
+    assert not page.one("#fold").is_displayed()
+
+
 def test_a_category_can_be_chosen(page: Page) -> None:
     page.open(STEP)
     page.click("#saved option[value='loss head']")
@@ -454,34 +573,45 @@ def test_a_category_can_be_chosen(page: Page) -> None:
 def test_long_tables_show_more_when_asked(page: Page) -> None:
     step = transformer_step(16)
     page.open(step)
+    page.unfold()
     assert len(page.all("#saved tbody tr")) == 50
     page.click("#saved .more button")
     assert len(page.column("#saved tbody tr")) == len(list_saved(step))
     assert not page.one("#saved .more").is_displayed()
 
 
-def test_gains_are_listed_cheapest_first(page: Page) -> None:
+def test_gains_are_sorted_by_what_they_give(page: Page) -> None:
     page.open(STEP, gains=GAINS)
     assert page.column("#gains tbody td") == [
-        *("layers.0.mlp", "MLP", "512.00 KiB", "1.00 ms", "2.05 s", "4.00 MiB"),
-        *("layers.*", "2 \u00d7 Block", "1.00 MiB", "3.00 ms", "3.07 s", "2.00 MiB"),
+        *("layers.*", "2 \u00d7 Block", "2.00 MiB", "\u22123.03 MiB", "1.00 MiB", "3.00 ms", "3.07 s"),
+        *("layers.0.mlp", "MLP", "4.00 MiB", "\u22121.03 MiB", "512.00 KiB", "1.00 ms", "2.05 s"),
     ]
+
+
+def test_gains_of_one_of_many_identical_layers_are_left_out_and_policies_named(page: Page) -> None:
+    more = (
+        replace(GAINS[0], policy="selective", peak_bytes=3 * 2**20),
+        replace(GAINS[0], every=2, count=1, peak_bytes=2**22),
+        replace(GAINS[0], path="layers.0", count=1),
+    )
+    page.open(STEP, gains=(*GAINS, *more))
+    assert page.column("#gains td.module") == ["layers.*", "layers.*, selective", "layers.0.mlp", "layers.*, every 2nd"]
 
 
 def test_gains_without_times_cost_operations(page: Page) -> None:
     page.open(STEP, gains=tuple(replace(gain, recompute_s=None, recompute_flops=10**10) for gain in GAINS))
-    assert page.column("#gains td:nth-child(4)") == ["10.0 GFLOP", "10.0 GFLOP"]
+    assert page.column("#gains td:nth-child(6)") == ["10.0 GFLOP", "10.0 GFLOP"]
 
 
 def test_what_the_policy_decided_is_listed(page: Page) -> None:
     rule = RuleEntry(region="layers.0", regions=2, rule="save mm", decision=Decision.SAVE, values=8, bytes=2**20)
     page.open(replace(RECOMPUTED, rules=(rule,)))
-    assert page.column("#rules tbody td") == ["layers.0 and 1 alike", "save mm", "save", "8", "1.00 MiB"]
+    assert page.column("#rules tbody td") == ["layers.0 and 1 more", "save mm", "save", "8", "1.00 MiB"]
 
 
 def test_sections_without_content_are_not_there(page: Page) -> None:
     page.open(STEP)
-    assert page.column("#sections a") == ["Timeline", "Modules", "Tensors"]
+    assert page.column("#sections a") == ["Timeline", "Why", "Modules", "Tensors"]
     assert not any(page.one(section).is_displayed() for section in ("#gains", "#rules", "#comparison"))
 
 
@@ -492,12 +622,23 @@ def test_two_profiles_are_compared_on_one_scale(page: Page) -> None:
     page.open(RECOMPUTED, against=STEP)
     ticks = [[tick.text for tick in chart.find_elements("css selector", ".tick")] for chart in page.all(".chart")]
     assert ticks[0] == ticks[1]
-    assert page.column(".mark:not(.peak-label)") == [
+    assert page.column(".chart .mark:not(.peak-label)") == [
         f"peak after {format_bytes(RECOMPUTED.peak_bytes)}",
         f"peak before {format_bytes(STEP.peak_bytes)}",
     ]
     page.mouse("mouseMoved", *chart_place(page, 5, chart=0))
     assert page.text(".panel h3") == "Before, at call 5"
+
+
+def test_before_and_after_are_two_curves_on_one_scale(page: Page) -> None:
+    page.open(replace(RECOMPUTED, capacity_bytes=2**22), against=STEP)
+    assert page.column(".curves .mark") == [
+        f"before {format_bytes(STEP.peak_bytes)}",
+        f"after {format_bytes(RECOMPUTED.peak_bytes)}",
+        "capacity 4.00 MiB",
+    ]
+    assert len(page.all(".curves path.curve")) == 2
+    assert len(page.all(".curves .capacity-line")) == 1
 
 
 def test_a_comparison_says_what_changed_by_category_and_by_module(page: Page) -> None:
@@ -508,7 +649,7 @@ def test_a_comparison_says_what_changed_by_category_and_by_module(page: Page) ->
     before, after = (find_peak(step).by_category[Category.ACTIVATION] for step in (STEP, RECOMPUTED))
     assert first == ["activations", *map(format_bytes, (before, after)), f"\u2212{format_bytes(before - after)}"]
     modules = page.column("#comparison-modules tbody tr td:first-child")
-    assert "layers.0.mlp.act" in modules
+    assert "layers.*.mlp.act" in modules
     assert "embed" not in modules
     assert "since before" in page.text("#facts")
 
@@ -519,10 +660,10 @@ def test_a_comparison_warns_where_times_are_not_of_one_kind(page: Page) -> None:
     assert page.text("#comparison-lead").endswith(warning)
 
 
-def test_profiles_that_are_alike_have_no_difference(page: Page) -> None:
+def test_equal_profiles_have_no_difference(page: Page) -> None:
     page.open(STEP, against=STEP)
     assert page.column("#comparison-modules tbody tr") == ["No difference."]
-    assert "as much as before" in page.text("#comparison-lead")
+    assert "the same as before" in page.text("#comparison-lead")
 
 
 # --------------------------------------------------------------------------- names, sizes, colours, emptiness

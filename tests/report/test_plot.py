@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,14 @@ import matplotlib as mpl
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import Collection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from recollect._core.calls import Category, Lifetime, OpCall, Saved, Storage, Value
+from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.profiles import ModuleEntry, Profile
+from recollect._report import palette
 from recollect._report.plot import draw
+from recollect._report.summary import list_saved
 from tests.report.steps import transformer_step
 
 
@@ -48,7 +52,7 @@ def texts(figure: Figure) -> set[str]:
 def test_a_step_is_memory_over_its_calls_and_bars_by_module() -> None:
     step = transformer_step(4, tokens=512)
     memory, bars = draw(step).axes
-    assert memory.get_title(loc="left") == f"GPT: peak {step.peak_bytes / 2**20:.2f} MiB"
+    assert memory.get_title(loc="left") == "memory over the step"
     assert memory.get_xlim() == pytest.approx((0, len(step.calls)))
     assert memory.get_ylim()[1] > step.peak_bytes
     mark: Any = memory.lines[0]
@@ -71,20 +75,59 @@ def test_the_stack_is_as_high_as_the_step_at_each_call() -> None:
 def test_phases_are_marked_and_categories_named() -> None:
     figure = draw(transformer_step(4, recomputes=True))
     shown = texts(figure)
-    assert {"forward", "backward", "optimiser"} <= shown
+    assert {"forward", "backward", "optimizer"} <= shown
     assert {"parameters", "optimizer state", "activations", "loss head"} <= shown
     assert "buffers" not in shown
-    assert len(figure.axes[0].patches) == 10  # 4 times recomputation, 5 times backward, and the optimiser
+    assert len(figure.axes[0].patches) == 11  # forward, 4 times recomputation, 5 times backward, and the optimizer
 
 
-def test_two_steps_are_drawn_on_one_scale() -> None:
+def test_the_picture_has_a_title_and_the_numbers() -> None:
+    step = dataclasses.replace(transformer_step(4, tokens=512), device="NVIDIA H200", capacity_bytes=2**26)
+    shown = texts(draw(step))
+    assert "GPT" in shown
+    [numbers] = [text for text in shown if text.startswith("peak ")]
+    parts = ["peak 17.32 MiB", "step 1.97 ms", "9.75 MiB saved for backward", "on NVIDIA H200"]
+    assert numbers == " \N{MIDDLE DOT} ".join(parts)
+    assert "It fits: the peak is 17.32 MiB of the 64.00 MiB of NVIDIA H200, 73% to spare." in shown
+
+
+def test_the_capacity_is_a_line_unless_it_is_far_above() -> None:
+    step = transformer_step(4, tokens=512)
+    near = draw(dataclasses.replace(step, capacity_bytes=2**24)).axes[0]
+    lines: Any = near.lines
+    assert any(set(line.get_ydata()) == {2**24} for line in lines)
+    assert near.get_ylim()[1] > step.peak_bytes
+    far: Any = draw(dataclasses.replace(step, capacity_bytes=2**33)).axes[0]
+    assert not any(set(line.get_ydata()) == {2**33} for line in far.lines)
+
+
+def test_the_step_before_is_a_curve_over_the_step_after() -> None:
     before, after = transformer_step(4, tokens=512), transformer_step(4, tokens=512, recomputes=True)
-    first, first_bars, second, second_bars = draw(after, against=before).axes
-    assert first.get_title(loc="left").startswith("before: GPT: peak")
-    assert second.get_title(loc="left").startswith("after: GPT: peak")
-    assert first.get_ylim() == second.get_ylim()
-    assert first.get_xlim() == second.get_xlim() == pytest.approx((0, len(after.calls)))
-    assert first_bars.get_xlim() == second_bars.get_xlim()
+    figure = draw(after, against=before)
+    memory, bars = figure.axes
+    curve: Any = memory.lines[1]
+    assert max(curve.get_ydata()) == before.peak_bytes
+    assert curve.get_xdata()[-1] == len(after.calls)
+    assert memory.get_ylim()[1] > before.peak_bytes
+    assert {"before", "activations"} <= texts(figure)
+    kept = {row.module for row in list_saved(before)}
+    assert {"layers.*.mlp.up", "layers.*.mlp.act"} <= set(labels(bars))
+    assert "layers.0.mlp.up" in kept
+    change = (after.peak_bytes - before.peak_bytes) / before.peak_bytes
+    assert any(f"(\N{MINUS SIGN}{-change:.0%})" in text for text in texts(figure))
+
+
+def test_the_picture_has_the_colours_of_the_page() -> None:
+    style = (Path(palette.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    light = style[: style.index("@media")]
+    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", light))
+    assert [found[f"c{at}"] for at in range(len(palette.STACK))] == list(palette.COLOURS.values())
+    assert [found[f"p{at}"] for at in range(len(Phase))] == list(palette.PHASES.values())
+    names = ("paper", "ink", "soft", "faint", "rule", "less", "more")
+    assert [found[name] for name in names] == [getattr(palette, name.upper()) for name in names]
+    memory: Any = draw(transformer_step(2)).axes[0]
+    drawn = {to_hex(part.get_facecolor()[0]) for part in memory.collections}
+    assert drawn <= set(palette.COLOURS.values())
 
 
 def test_many_modules_are_summed_up() -> None:
@@ -124,7 +167,7 @@ def test_names_are_shown_as_they_are(name: str) -> None:
     )
     shown = texts(draw(step))
     safe = name.replace("\x1b", "\\x1b")
-    assert f"{safe if len(safe) < 100 else '...' + 'x' * 29}: peak 16 B" in shown
+    assert (safe if len(safe) < 100 else f"{'x' * 47}\N{HORIZONTAL ELLIPSIS}") in shown
     assert (safe if len(safe) < 100 else f"...{'x' * 29}") in shown
 
 
@@ -148,7 +191,9 @@ def test_a_profile_may_lack_parts(step: Profile) -> None:
 def test_no_display_and_no_global_state_are_needed(tmp_path: Path) -> None:
     program = """
 import sys
+from recollect._report import palette
 from recollect._report.plot import draw
+from recollect._report.summary import list_saved
 from tests.report.steps import transformer_step
 draw(transformer_step(2)).savefig(sys.argv[1])
 print("matplotlib.pyplot" in sys.modules)

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What a step gains where a module, or several that are alike, are recomputed in backward.
+    """What a step gains where a module, or several of the same kind, are recomputed in backward.
 
     Attributes:
-        path: of the module; ``"layers.*"`` for all that are alike there.
+        path: of the module; ``"layers.*"`` for all modules of the same kind there.
         kind: the name of its class.
         count: how many modules that are.
+        every: 2 if only the first, third and so on of these modules are recomputed.
+        policy: what is recomputed of each: ``"full"``, or a policy by the word that `recollect.apply` knows it by.
         freed_bytes: how much less is held between forward and backward. What must be held instead, as inputs that
             nobody saved, is already taken off.
-        peak_bytes: the step's peak if this were recomputed; like that of the profile if the peak is not there.
+        peak_bytes: the step's peak if this were recomputed; that of the profile if the peak is elsewhere.
         recompute_s: how much longer the step takes; None if its calls have no times.
         recompute_flops: floating-point operations that are run again.
     """
@@ -23,6 +25,8 @@ class Gain:
     path: str
     kind: str
     count: int = 1
+    every: int = 1
+    policy: str = "full"
     freed_bytes: int
     peak_bytes: int
     recompute_s: float | None

@@ -90,6 +90,7 @@ class Profile:
         clock: where the times of the calls come from; None if they have none.
         is_dry: whether nothing was run: shapes were, on fake tensors. Bytes and times are then estimates.
         rounding_bytes: each storage takes a multiple of this on the device.
+        capacity_bytes: what the device has for tensors; 0 if it is not known.
         fixed_bytes: what libraries hold on the device all the time, beside the storages.
         optimizer: name of the optimiser whose state is counted; ``""`` for none.
         torch: version of torch.
@@ -122,6 +123,7 @@ class Profile:
     clock: Clock | None = None
     is_dry: bool = False
     rounding_bytes: int = 1
+    capacity_bytes: int = 0
     fixed_bytes: int = 0
     optimizer: str = ""
     torch: str = ""
@@ -131,7 +133,12 @@ class Profile:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_sizes("the profile", fixed_bytes=self.fixed_bytes, rounding_bytes=self.rounding_bytes)
+        _check_sizes(
+            "the profile",
+            capacity_bytes=self.capacity_bytes,
+            fixed_bytes=self.fixed_bytes,
+            rounding_bytes=self.rounding_bytes,
+        )
         if not self.rounding_bytes:
             message = "the profile has rounding_bytes of 0"
             raise ValueError(message)

@@ -1,4 +1,4 @@
-"""A profile for people, in one call: printed, or written as a page, a plot, a trace or text."""
+"""A profile for people, in one call: printed, or written as a page, a picture, a trace or text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
+from recollect._apply.rules import parse_value
+from recollect._core.gains import Gain
 from recollect._core.profiles import Profile
 from recollect._plan.gains import find_gains
 
@@ -38,37 +40,39 @@ def report(
     top: int = 20,
     kind: str | None = None,
 ) -> None:
-    """Show a profile: where the peak is, what is alive there, what is saved, by what, and what could be gained.
+    """Show a profile: does it fit, where is the peak, what would help; then what is alive there and what is saved.
 
     Args:
-        profile: as `recollect.profile` returns it.
-        to: None prints the report as text. A path writes a file; its suffix says of which kind: ``.html`` a page that
-            needs nothing else, ``.png``, ``.svg`` and ``.pdf`` a plot, ``.trace.json`` a trace for Perfetto and
-            ``chrome://tracing``, ``.txt`` text, ``.json`` the profile itself. The file is there whole or not at all.
-        against: another profile, as of the step before a change; text, page and plot then compare the two.
-        top: how many lines the tables of the text have at most.
-        kind: what to write (``"html"``, ``"png"``, ``"svg"``, ``"pdf"``, ``"trace"``, ``"text"``, ``"json"``), where
-            the suffix does not say it.
+        profile: what `recollect.profile` returned.
+        to: None prints the report as text. A path writes a file, whose suffix says what: ``.html`` a page that needs no
+            other file, ``.png``, ``.svg`` and ``.pdf`` a picture to share, ``.trace.json`` a trace for Perfetto and
+            ``chrome://tracing``, ``.txt`` text, ``.json`` the profile itself. The file is written completely or not
+            at all.
+        against: another profile, for example of the step before a change; text, page and picture compare the two.
+        top: the most lines a table of the text may have.
+        kind: what to write (``"html"``, ``"png"``, ``"svg"``, ``"pdf"``, ``"trace"``, ``"text"``, ``"json"``) if the
+            suffix does not say it.
 
     Raises:
-        ValueError: neither suffix nor kind is known, or that kind compares nothing.
-        FileNotFoundError: the directory is not there.
+        ValueError: neither suffix nor kind is known, or this kind of file cannot compare two profiles.
+        FileNotFoundError: the directory does not exist.
         ImportError: the library that draws it is not installed.
 
     >>> import torch, recollect
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
-    >>> recollect.report(recollect.profile(model, torch.ones(128, 64)))
+    >>> layers = [torch.nn.TransformerEncoderLayer(32, 2, batch_first=True) for _ in range(4)]
+    >>> recollect.report(recollect.profile(torch.nn.Sequential(*layers), torch.ones(8, 64, 32)))
     Sequential on CPU: peak ...
+    what would help, best first
+      1. recompute ...
+           recollect.apply(model, ...
     alive at the peak
-    ...
-    saved for backward: 256.00 KiB in 2 tensors, largest first
     ...
     """
     _check(profile, against, top)
     if to is None:
         if kind not in (None, "text"):
             message = (
-                f"a report of kind {kind!r} is not printed: say where to write it, as in report(profile, 'x.html')"
+                f"a report of kind {kind!r} cannot be printed: pass a file to write, as in report(profile, 'x.html')"
             )
             raise ValueError(message)
         _print(profile, against, top)
@@ -79,10 +83,12 @@ def report(
     _check_place(path)
     if kind not in _KINDS.values():
         known = ", ".join(repr(name) for name in dict.fromkeys(_KINDS.values()))
-        message = f"there is no report of kind {kind!r}; kinds are {known}"
+        message = f"unknown kind of report: {kind!r}; expected one of {known}"
         raise ValueError(message)
     if against is not None and kind not in _COMPARING:
-        message = f"a file of kind {kind!r} holds one profile; compare two (against=...) in text, HTML or a plot"
+        message = (
+            f"a file of kind {kind!r} holds one profile; to compare two (against=...), write text, HTML or a picture"
+        )
         raise ValueError(message)
     assert kind is not None
     content = _render(profile, kind, against, top)
@@ -98,12 +104,12 @@ def _check(profile: Profile, against: Profile | None, top: int) -> None:
     for name, given in (("profile", profile), ("against", against)):
         if not isinstance(given, Profile) and (given is not None or name == "profile"):
             message = (
-                f"recollect.report expects as {name} a Profile, as recollect.profile returns it, not "
-                f"{type(given).__name__}; for one in a file: recollect.Profile.from_json(path.read_text())"
+                f"recollect.report: {name} must be a Profile, as recollect.profile returns it, not "
+                f"{type(given).__name__}. To read one from a file: recollect.Profile.from_json(path.read_text())"
             )
             raise TypeError(message)
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-        message = f"top={top!r}: expected how many lines a table may have, at least 1"
+        message = f"top={top!r}: expected a number of lines, at least 1"
         raise ValueError(message)
 
 
@@ -112,7 +118,7 @@ def _find_kind(path: Path) -> str:
         if path.name.lower().endswith(suffix):
             return kind
     message = (
-        f"cannot tell what to write to '{path}': its name ends in none of {_SUFFIXES}. Name it so, or pass kind=..."
+        f"cannot tell what to write to '{path}': expected a name that ends in one of {_SUFFIXES}. Or pass kind=..."
     )
     raise ValueError(message)
 
@@ -120,11 +126,11 @@ def _find_kind(path: Path) -> str:
 def _check_place(path: Path) -> None:
     if path.is_dir():
         message = (
-            f"cannot write a report to '{path}': it is a directory; name a file in it, as '{path / 'report.html'}'"
+            f"cannot write a report to '{path}': it is a directory. Name a file in it, such as '{path / 'report.html'}'"
         )
         raise IsADirectoryError(message)
     if not path.parent.is_dir():
-        message = f"cannot write a report to '{path}': there is no directory '{path.parent}'; make it first"
+        message = f"cannot write a report to '{path}': the directory '{path.parent}' does not exist. Create it first"
         raise FileNotFoundError(message)
 
 
@@ -138,9 +144,9 @@ def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> b
     if kind == "html":
         from recollect._report.html import write_html
 
-        return write_html(profile, against=against, gains=find_gains(profile)).encode()
+        return write_html(profile, against=against, gains=_find_gains(profile)).encode()
     if kind == "text":
-        text = _load("text").write_text(profile, against=against, gains=find_gains(profile), top=top)
+        text = _load("text").write_text(profile, against=against, gains=_find_gains(profile), top=top)
         return str(text).encode()
     drawn = io.BytesIO()
     figure = _load("plot").draw(profile, against=against)
@@ -148,6 +154,14 @@ def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> b
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a module's name in other letters
         figure.savefig(drawn, format=kind, dpi=150)
     return drawn.getvalue()
+
+
+def _find_gains(profile: Profile) -> list[Gain]:
+    """What recomputing would give, also under the policy that `apply` knows by a word."""
+    choices, _ = parse_value("selective")
+    assert choices is not None
+    assert choices.policy is not None
+    return find_gains(profile, policies={"selective": choices.policy})
 
 
 def _load(form: str) -> ModuleType:
@@ -158,12 +172,12 @@ def _load(form: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        message = f'a report as {form} needs {library}, which is not installed: pip install "recollect[{extra}]"'
+        message = f'a report as {form} needs {library}, which is not installed. Run: pip install "recollect[{extra}]"'
         raise ImportError(message, name=library) from error
 
 
 def _print(profile: Profile, against: Profile | None, top: int) -> None:
-    text, gains = _load("text"), find_gains(profile)
+    text, gains = _load("text"), _find_gains(profile)
     console = importlib.import_module("rich.console").Console(emoji=False)
     if console.is_terminal or console.is_jupyter:
         console.print(text.render_text(profile, against=against, gains=gains, top=top))

@@ -18,7 +18,6 @@ from recollect._core.patterns import plain_path
 from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._core.units import format_bytes
 from recollect._inspect.rules import describe_rules
 from recollect._profile.assemble import Known, assemble, include_all
 from recollect._profile.capture import Capture
@@ -245,7 +244,7 @@ class StepProfiler:
         rules = describe_rules(self._modules)
         self._notes += self._limits(rules)
         names = [*self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
-        profile = Profile(
+        return Profile(
             storages=parts.storages,
             calls=tuple(self._estimate(parts.calls, parts.storages)),
             saved=parts.saved,
@@ -254,6 +253,9 @@ class StepProfiler:
             clock=capture.timer.clock or Clock.ROOFLINE,
             is_dry=dry is not None,
             rounding_bytes=_CUDA_ROUNDING if self._is_cuda else 1,
+            capacity_bytes=max((entry.total_bytes for entry in allocators), default=0)
+            if dry is None
+            else dry.device.memory_bytes,
             fixed_bytes=0 if model is None else model.fixed_bytes,
             optimizer=", ".join(dict.fromkeys(names)),
             torch=str(torch.__version__),
@@ -262,7 +264,6 @@ class StepProfiler:
             allocators=allocators,
             notes=(*self._notes, *(() if dry is None else dry.notes)),
         )
-        return profile if dry is None else replace(profile, notes=(*_say_fit(profile, dry), *profile.notes))
 
     def _estimate(self, calls: Iterable[OpCall], storages: Sequence[Storage]) -> Iterator[OpCall]:
         """The calls, those that were not run with the time that they would take, where the device is known."""
@@ -329,14 +330,6 @@ class StepProfiler:
             self._frames.add(id(slot.frame))
             for _, value in slot.frame.held_tensors():
                 yield from self._unfold(value)
-
-
-def _say_fit(profile: Profile, dry: DryStep) -> Iterator[str]:
-    """Whether the step would fit on the device that it is estimated for, if it is known what that has."""
-    has, needs = dry.device.memory_bytes, profile.peak_bytes
-    if has:
-        verdict = f"it does not fit, by {format_bytes(needs - has)}" if needs > has else "it fits"
-        yield f"{dry.device.name} has {format_bytes(has)}: {verdict}, fragmentation aside"
 
 
 def _memory_model_of(device: torch.device) -> Translation | None:

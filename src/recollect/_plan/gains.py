@@ -1,32 +1,43 @@
 """What recomputing each module would free, and what that costs: the choices that a report offers.
 
 Each is judged as if it were the only one: the values that the module saves are gone after its forward, its inputs are
-held, and all of it runs again just before its backward. Its results that others save stay. It does not say what several
-choices give together (see `simulate`), does not count on recomputation that stops early, and takes calls of one module
-that follow each other at once for one call.
+held, and all of it runs again just before its backward. Under a policy, what it keeps stays and does not run again.
+Results that others save stay, and so does what something else holds, such as a cache of keys and values. It does not
+say what several choices give together (see `simulate`), does not count on recomputation that stops early, and takes
+calls of one module that follow each other immediately for one call.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from recollect._core.calls import Category, Lifetime, OpCall, Phase
+from recollect._core.decisions import Decision, Site
 from recollect._core.families import Families, paths_above
 from recollect._core.gains import Gain
+from recollect._core.held import find_held
 from recollect._core.profiles import ModuleEntry, Profile
 
+Policy = Callable[[Site], Decision | None]
+
+_FEWEST_TO_THIN = 4  # modules: of fewer, every second is hardly a choice
 _NO_FORWARD = ("ModuleList", "ModuleDict")  # containers that are never called
 
 
-def find_gains(profile: Profile) -> list[Gain]:
-    """What recomputing each module would free, cheapest first: by seconds per byte, or by operations without times.
+def find_gains(profile: Profile, *, policies: Mapping[str, Policy] | None = None) -> list[Gain]:
+    """What recomputing each module would free, what gives most first: by the step's peak then, by bytes, by cost.
 
-    Modules that are alike ("layers.0", "layers.1", ...) are there one by one, and all together as ``"layers.*"``. Those
-    that free nothing are left out, and so is the model itself, unless it has no parts.
+    Modules of the same kind ("layers.0", "layers.1", ...) are there one by one, and all together as ``"layers.*"``;
+    repeated blocks are there also with every second one recomputed, and under each policy. Choices that free nothing
+    are left out, and so is the model itself, unless it has no parts.
+
+    Args:
+        profile: the step.
+        policies: by the words that `recollect.apply` knows them by.
 
     >>> from recollect._core.calls import Saved, Storage, Value
     >>> x, y, z = (Value(storage=at) for at in range(3))
@@ -42,16 +53,21 @@ def find_gains(profile: Profile) -> list[Gain]:
     ('mlp', 40, 0.5)
     """
     scales = _Scales(profile)
-    found = [
-        scales.weigh(path, kind, paths)
-        for path, kind, paths in (*_list_modules(profile.modules), *_list_families(profile.modules))
-    ]
+    found = [scales.weigh(*choice) for choice in _list_modules(profile.modules)]
+    for path, kind, paths in _list_families(profile.modules):
+        found.append(scales.weigh(path, kind, paths))
+        if path.rpartition(".")[2] == "*":
+            if len(paths) >= _FEWEST_TO_THIN:
+                found.append(scales.weigh(path, kind, paths[::2], every=2))
+            found += [
+                scales.weigh(path, kind, paths, policy=(word, policy)) for word, policy in (policies or {}).items()
+            ]
     gains = [gain for gain in found if gain is not None]
-    return sorted(gains, key=lambda gain: (gain.price, -gain.freed_bytes, gain.path))
+    return sorted(gains, key=lambda gain: (gain.peak_bytes, -gain.freed_bytes, gain.price, gain.path))
 
 
 Choice = tuple[str, str, list[str]]
-"""How a choice is called, the class of its modules, and their paths."""
+"""What a choice is called, the class of its modules, and their paths."""
 
 
 def _list_modules(modules: Sequence[ModuleEntry]) -> Iterator[Choice]:
@@ -61,23 +77,31 @@ def _list_modules(modules: Sequence[ModuleEntry]) -> Iterator[Choice]:
 
 
 def _list_families(modules: Sequence[ModuleEntry]) -> Iterator[Choice]:
-    """Modules at the same place of parts that are alike."""
-    alike = Families(modules)
-    families: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    """Modules at the same place of repeated parts."""
+    families = Families(modules)
+    members: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
         if module.kind not in _NO_FORWARD:
-            families[alike.name(module.path), module.kind].append(module.path)
-    for (pattern, kind), paths in families.items():
+            members[families.name(module.path), module.kind].append(module.path)
+    for (pattern, kind), paths in members.items():
         if len(paths) > 1:
             yield pattern, kind, paths
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One time that a module runs in forward: its calls that can run again, and the first of its backward, if any."""
+    """One time that a module runs in forward.
+
+    Attributes:
+        calls: those that run again.
+        members: the same, as a set.
+        inside: those whose gradients take what is run again: also those that a policy keeps.
+        start: the first call of its backward, if there is any.
+    """
 
     calls: tuple[int, ...]
     members: frozenset[int]
+    inside: frozenset[int]
     start: int | None
 
 
@@ -105,12 +129,19 @@ class _Scales:
         for storage, call in self._makers.items():
             self._made[call].append(storage)
         self._read_uses()
+        self._held = find_held(profile)
         self._runs = self._find_runs()
         self._levels = _Levels(self._list_levels())
 
-    def weigh(self, path: str, kind: str, paths: Iterable[str]) -> Gain | None:
+    def weigh(
+        self, path: str, kind: str, paths: Sequence[str], *, every: int = 1, policy: tuple[str, Policy] | None = None
+    ) -> Gain | None:
         """What recomputing these modules gives; None if it frees nothing."""
         runs = [run for one in paths for run in self._runs.get(one, ())]
+        word = "full"
+        if policy is not None:
+            word, judge = policy
+            runs = [self._under(judge, run, path) for run in runs]
         changes, freed = self._compare(runs)
         course = _Course(changes)
         starts = [2 * run.start if run.start is not None else 2 * len(self._profile.calls) for run in runs]
@@ -126,12 +157,34 @@ class _Scales:
         return Gain(
             path=path,
             kind=kind,
-            count=len(list(paths)),
+            count=len(paths),
+            every=every,
+            policy=word,
             freed_bytes=freed_bytes,
             peak_bytes=peak_bytes,
             recompute_s=seconds if self._has_times else None,
             recompute_flops=flops,
         )
+
+    def _under(self, policy: Policy, run: _Run, region: str) -> _Run:
+        """A run of which the calls that a policy keeps are not run again. Calls are counted as in a region."""
+        calls, counts, kept = self._profile.calls, Counter[str](), set[int]()
+        for number in run.calls:
+            call = calls[number]
+            here = replace(call, region=region, call=counts[call.op])
+            counts[call.op] += 1
+            if Decision.SAVE in {policy(here.site(output)) for output in range(len(call.outputs))}:
+                kept.add(number)
+        # What runs again is what leads to a value that backward needs: a region skips the rest.
+        wanted, again = set[int](), list[int]()
+        for number in reversed(run.calls):
+            wanted.update(storage for storage in self._made[number] if self._needs.get(storage, set()) & run.inside)
+            made = {*self._made[number], *calls[number].writes}
+            if number not in kept and made & wanted:
+                again.append(number)
+                wanted |= calls[number].reads
+        again.reverse()
+        return _Run(tuple(again), frozenset(again), run.inside, run.start)
 
     def _price(self, runs: Iterable[_Run]) -> tuple[float, int]:
         """What running them again takes, in seconds and operations, less what a region they are in takes already."""
@@ -185,7 +238,7 @@ class _Scales:
                 run = [number for _, number in group]
                 starts = [self._first_backward[number] for number in run if number in self._first_backward]
                 again = tuple(number for number in run if self._runs_again(number))
-                found[path].append(_Run(again, frozenset(again), min(starts, default=None)))
+                found[path].append(_Run(again, frozenset(again), frozenset(again), min(starts, default=None)))
         return dict(found)
 
     def _runs_again(self, number: int) -> bool:
@@ -231,7 +284,7 @@ class _Scales:
         """When a storage is gone that only its own run needs in backward; None if it is not."""
         needs, end = self._needs.get(storage, set()), self._spans[storage][1]
         is_value = self._profile.storages[storage].lifetime is Lifetime.VALUE
-        if end is None or not is_value or not needs or not needs <= run.members:
+        if end is None or not is_value or storage in self._held or not needs or not needs <= run.inside:
             return None
         first = max(2 * self._last_use[storage] + 2, until)
         last = 2 * end if run.start is None else min(2 * run.start + 1, 2 * end)

@@ -17,24 +17,15 @@ from importlib import resources
 from typing import Any
 
 from recollect._core.calls import Category, Phase, Value
+from recollect._core.families import Families
 from recollect._core.gains import Gain
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
-from recollect._report.summary import SavedRow, find_peak, list_modules, list_saved
+from recollect._report.answer import Answer, answer
+from recollect._report.palette import STACK as _CATEGORIES
+from recollect._report.summary import SavedRow, find_peak, list_modules, list_saved, sum_saved
 from recollect._report.verdict import judge_allocator, judge_peak
 
-# In the order in which the chart stacks them: what stays all the time at the bottom, what comes and goes at the top.
-_CATEGORIES = (
-    Category.LIBRARY,
-    Category.PARAMETER,
-    Category.OPTIMIZER,
-    Category.BUFFER,
-    Category.INPUT,
-    Category.GRADIENT,
-    Category.ACTIVATION,
-    Category.LOSS_HEAD,
-    Category.TEMPORARY,
-)
 _PHASES = tuple(Phase)
 
 # One script in the page; each file uses only what stands before it.
@@ -43,11 +34,15 @@ _SCRIPTS = (
     "step.js",
     "table.js",
     "scales.js",
+    "folding.js",
+    "answer.js",
+    "curves.js",
     "chart.js",
     "overview.js",
     "timeline.js",
     "treemap.js",
     "comparison.js",
+    "picture.js",
     "page.js",
 )
 
@@ -63,20 +58,22 @@ def write_html(profile: Profile, *, against: Profile | None = None, gains: Seque
     Args:
         profile: what it is of.
         against: an earlier profile that it is compared with: the one before, where `profile` is the one after.
-        gains: what recomputing modules would gain.
+        gains: what recomputing modules would free.
 
     >>> page = write_html(Profile(storages=(), calls=(), name="<script>"))
     >>> page.startswith("<!doctype html>"), "<title>&lt;script&gt;" in page
     (True, True)
     """
-    texts = _Texts()
+    texts, families, found = _Texts(), Families(profile.modules), answer(profile, gains)
     steps = [] if against is None else [_encode(against, texts, with_saved=False)]
     steps.append(_encode(profile, texts, with_saved=True))
     data = {
         "categories": [category.value for category in _CATEGORIES],
         "phases": [phase.value for phase in _PHASES],
         "steps": steps,
-        "gains": _encode_gains(gains, texts),
+        "gains": _encode_gains(gains, families, texts),
+        "answer": _encode_answer(found),
+        "families": texts.fold([Families(one.modules) for one in (profile, against) if one is not None]),
         "strings": texts.all,
     }
     peak = find_peak(profile)
@@ -86,7 +83,7 @@ def write_html(profile: Profile, *, against: Profile | None = None, gains: Seque
         _read("page.html"),
         {
             "title": _as_text(f"{profile.name or 'A training step'}: {format_bytes(peak.bytes)} at the peak"),
-            "headline": _as_text(f"The peak is {format_bytes(peak.bytes)}, {peak.sentence}."),
+            "headline": _as_text(f"{found.fit} {found.peak}"),
             "style": style,
             "style_hash": _hash(style),
             "script": script,
@@ -128,12 +125,21 @@ class _Texts:
             self.all.append(text)
         return self.places[text]
 
+    def fold(self, families: Sequence[Families]) -> list[tuple[int, int]]:
+        """The places of paths that stand for several, each with that of its family's name."""
+        found = []
+        for text in tuple(self.all):
+            name = next((name for one in families if (name := one.name(text)) != text), text)
+            if name != text:
+                found.append((self.places[text], self.place(name)))
+        return found
+
     def column(self, column: Iterable[str]) -> list[int]:
         return [self.place(text) for text in column]
 
 
 def _encode(profile: Profile, texts: _Texts, *, with_saved: bool) -> dict[str, Any]:
-    peak, saved = find_peak(profile), list_saved(profile)
+    peak, totals, families = find_peak(profile), sum_saved(profile), Families(profile.modules)
     held = profile.timeline.bytes_by_category(-1)
     return {
         "name": profile.name,
@@ -142,6 +148,7 @@ def _encode(profile: Profile, texts: _Texts, *, with_saved: bool) -> dict[str, A
         "seconds": profile.step_s,
         "is_dry": profile.is_dry,
         "fixed_bytes": profile.fixed_bytes,
+        "capacity_bytes": profile.capacity_bytes,
         "temporary": _CATEGORIES.index(Category.TEMPORARY),
         "library": _CATEGORIES.index(Category.LIBRARY),
         "optimizer": profile.optimizer,
@@ -157,9 +164,14 @@ def _encode(profile: Profile, texts: _Texts, *, with_saved: bool) -> dict[str, A
         "held_by_category": [held.get(category, 0) for category in _CATEGORIES],
         "calls": _encode_calls(profile, texts),
         "storages": _encode_storages(profile, texts),
-        "modules": _encode_modules(profile, texts),
-        "saved": _encode_saved(saved if with_saved else [], texts),
-        "saved_count": len(saved),
+        "modules": _encode_modules(profile, families, texts),
+        "saved": _encode_saved(list_saved(profile) if with_saved else [], families, texts),
+        "totals_saved": {
+            "count": totals.count,
+            "bytes": totals.bytes,
+            "most_bytes": totals.most_bytes,
+            "passes": totals.passes,
+        },
         "rules": _encode_rules(profile, texts),
     }
 
@@ -207,10 +219,11 @@ def _write_tensor(value: Value | SavedRow) -> str:
     return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
 
 
-def _encode_modules(profile: Profile, texts: _Texts) -> Columns:
+def _encode_modules(profile: Profile, families: Families, texts: _Texts) -> Columns:
     rows = list_modules(profile)
     return {
         "path": texts.column(row.path for row in rows),
+        "family": texts.column(families.name(row.path) for row in rows),
         "kind": texts.column(row.kind for row in rows),
         "depth": [row.depth for row in rows],
         "saved_bytes": [row.saved_bytes for row in rows],
@@ -222,12 +235,13 @@ def _encode_modules(profile: Profile, texts: _Texts) -> Columns:
     }
 
 
-def _encode_saved(rows: Sequence[SavedRow], texts: _Texts) -> Columns:
+def _encode_saved(rows: Sequence[SavedRow], families: Families, texts: _Texts) -> Columns:
     return {
         "bytes": [row.bytes for row in rows],
         "tensor": texts.column(_write_tensor(row) for row in rows),
         "op": texts.column(row.op for row in rows),
         "module": texts.column(row.module for row in rows),
+        "family": texts.column(families.name(row.module) for row in rows),
         "source": texts.column(row.source for row in rows),
         "category": [_CATEGORIES.index(row.category) for row in rows],
         "holders": texts.column(", ".join(dict.fromkeys(row.holders)) for row in rows),
@@ -246,9 +260,20 @@ def _encode_rules(profile: Profile, texts: _Texts) -> Columns:
     }
 
 
-def _encode_gains(gains: Sequence[Gain], texts: _Texts) -> Columns:
+def _encode_answer(found: Answer) -> dict[str, Any]:
+    return {
+        "fits": found.fits,
+        "fit": found.fit,
+        "suggestions": [{"what": one.what, "gives": one.gives, "code": one.code} for one in found.suggestions],
+    }
+
+
+def _encode_gains(gains: Sequence[Gain], families: Families, texts: _Texts) -> Columns:
     return {
         "path": texts.column(gain.path for gain in gains),
+        "family": texts.column(families.name(gain.path) for gain in gains),
+        "policy": texts.column(gain.policy for gain in gains),
+        "every": [gain.every for gain in gains],
         "kind": texts.column(gain.kind for gain in gains),
         "count": [gain.count for gain in gains],
         "freed_bytes": [gain.freed_bytes for gain in gains],

@@ -1,16 +1,17 @@
-"""The step as a figure: memory over the step, stacked by what it is for, and what modules keep. Needs matplotlib.
+"""The step as a picture to be shared: a title, its numbers, the curve, and what modules keep. Needs matplotlib.
 
-Figures are made without pyplot: no window, no global state, no display needed.
+It has the colours of the page. Figures are made without pyplot: no window, no global state, no display needed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
@@ -18,45 +19,31 @@ from recollect._core.calls import Category, Phase
 from recollect._core.families import Families
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
+from recollect._report.answer import answer
 from recollect._report.curve import find_stretches, follow_categories
 from recollect._report.letters import clip, spell_out
-from recollect._report.summary import find_peak, list_saved
+from recollect._report.numbers import format_seconds
+from recollect._report.palette import COLOURS, FAINT, INK, MORE, PAPER, PHASES, RULE, SOFT, STACK
+from recollect._report.summary import find_peak, list_saved, sum_saved
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-_WIDTH, _HEIGHT = 9.0, 3.6  # inches, of one pair of panels
+_SIZE = (12.0, 6.3)  # inches: the shape in which pages show pictures of links
 _MOST_BARS = 12
 _MOST_CALLS = 2000  # more than there are points across
-_LONGEST_NAME = 32
+_LONGEST_NAME, _LONGEST_TITLE, _LONGEST_LINE = 32, 48, 120
 _LEAST_TICKS = 3
 _NAMED = 0.1  # of the step's calls: a shorter phase has no room for its name
-_NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimiser"}
-_ORDER = (  # what stays is at the bottom
-    Category.LIBRARY,
-    Category.PARAMETER,
-    Category.BUFFER,
-    Category.OPTIMIZER,
-    Category.GRADIENT,
-    Category.INPUT,
-    Category.ACTIVATION,
-    Category.LOSS_HEAD,
-    Category.TEMPORARY,
-)
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey by their order.
-_COLOURS = dict(
-    zip(
-        _ORDER,
-        ("#555555", "#0072b2", "#999999", "#56b4e9", "#009e73", "#cccccc", "#d55e00", "#cc79a7", "#f0e442"),
-        strict=True,
-    )
-)
-_SHADES = {Phase.BACKWARD: "#00000010", Phase.RECOMPUTATION: "#d55e0030", Phase.OPTIMIZER: "#0072b220"}
+_NEAR = 2.5  # times the peak: a capacity beyond is not drawn, as it would press all else to the ground
+_NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+_BAND = 0.035  # of the height of the panel
 
 
 def draw(profile: Profile, *, against: Profile | None = None) -> Figure:
-    """The figure. With `against`, that is above and this below, on one scale.
+    """The figure: this step as a stack, and the one that it is compared with as a curve over it.
 
     Args:
         profile: the step.
@@ -64,44 +51,108 @@ def draw(profile: Profile, *, against: Profile | None = None) -> Figure:
 
     >>> figure = draw(Profile(storages=(), calls=()))
     >>> [axes.get_title(loc="left") for axes in figure.axes]
-    ['step: peak 0 B', 'saved for backward, by module']
+    ['memory over the step', 'saved for backward, by module']
     """
-    steps = [profile] if against is None else [against, profile]
-    figure = Figure(figsize=(_WIDTH, _HEIGHT * len(steps)), layout="constrained")
-    grid = figure.subplots(len(steps), 2, squeeze=False, width_ratios=(2, 1), sharex="col")
-    for axes in grid[1:, 0]:
-        axes.sharey(grid[0, 0])
-    words = [""] if against is None else ["before: ", "after: "]
-    for step, (left, right), word in zip(steps, grid, words, strict=True):
-        _draw_memory(left, step, word)
-        _draw_modules(right, step)
-    _draw_legend(figure, [follow_categories(step) for step in steps])
+    figure = Figure(figsize=_SIZE, facecolor=PAPER)
+    memory, bars = figure.subplots(1, 2, width_ratios=(2.6, 1))
+    figure.subplots_adjust(left=0.085, right=0.975, top=0.72, bottom=0.155, wspace=0.42)
+    _write_head(figure, profile, against)
+    _draw_memory(memory, profile, against)
+    _draw_modules(bars, profile, against)
+    _draw_legend(figure, profile, against)
     return figure
 
 
-def _draw_memory(axes: Axes, profile: Profile, word: str) -> None:
+def _write_head(figure: Figure, profile: Profile, against: Profile | None) -> None:
+    def write(y: float, text: str, *, size: float, color: str, weight: str = "normal") -> None:
+        shown = spell_out(text)
+        figure.text(0.03, y, shown, fontsize=size, color=color, fontweight=weight, va="top", parse_math=False)
+
+    name = profile.name or "A training step"
+    name = name if len(name) <= _LONGEST_TITLE else f"{name[: _LONGEST_TITLE - 1]}\N{HORIZONTAL ELLIPSIS}"
+    write(0.95, name, size=22, color=INK, weight="bold")
+    write(0.865, " \N{MIDDLE DOT} ".join(_list_numbers(profile, against)), size=12.5, color=SOFT)
+    found = answer(profile)
+    line = found.peak if found.fits is None else found.fit
+    line = line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 1]}\N{HORIZONTAL ELLIPSIS}"
+    write(0.82, line, size=10.5, color=FAINT if found.fits in (None, True) else MORE)
+    figure.text(0.975, 0.95, "recollect", fontsize=11, color=FAINT, ha="right", va="top")
+
+
+def _list_numbers(profile: Profile, against: Profile | None) -> list[str]:
+    def change(now: float, then: float | None) -> str:
+        return f" ({now / then - 1:+.0%})".replace("-", "\N{MINUS SIGN}") if then else ""
+
+    before = None if against is None else against.peak_bytes
+    numbers = [f"peak {format_bytes(profile.peak_bytes)}{change(profile.peak_bytes, before)}"]
+    if profile.step_s is not None:
+        then = None if against is None else against.step_s
+        numbers.append(f"step {format_seconds(profile.step_s)}{change(profile.step_s, then)}")
+    numbers.append(f"{format_bytes(sum_saved(profile).most_bytes)} saved for backward")
+    if profile.device:
+        numbers.append(f"{'estimated for' if profile.is_dry else 'on'} {profile.device}")
+    return numbers
+
+
+def _draw_memory(axes: Axes, profile: Profile, against: Profile | None) -> None:
+    axes.set_title("memory over the step", loc="left", fontsize=10, color=SOFT)
+    _clear_frame(axes)
     peak, sizes = find_peak(profile), follow_categories(profile)
-    name = clip(spell_out(profile.name or "step"), _LONGEST_NAME)
-    title = f"{word}{name}: peak {format_bytes(peak.bytes)}"
-    axes.set_title(title, loc="left", fontsize="medium", parse_math=False)  # names are no formulas
-    axes.set_xlabel("call of an operator")
     if not sizes:
         return
     shown = _sample(profile.timeline.bytes_at)
     edges = [*shown, len(profile.calls)]
     edges[0] = 0
     below = [0] * len(edges)
-    for category in _ORDER:
+    for category in STACK:
         if category in sizes:
             values = [sizes[category][number] for number in (*shown, shown[-1])]
             above = [low + high for low, high in zip(below, values, strict=True)]
-            axes.fill_between(edges, below, above, step="post", color=_COLOURS[category], linewidth=0)
+            axes.fill_between(edges, below, above, step="post", color=COLOURS[category], linewidth=0)
             below = above
-    _mark_phases(axes, profile)
-    axes.plot([peak.call + 0.5], [peak.bytes], "v", color="black", markersize=5)
+    axes.plot([peak.call + 0.5], [peak.bytes], "v", color=INK, markersize=5)
+    highest = max(peak.bytes, _draw_curve(axes, against, len(profile.calls)))
+    if 0 < profile.capacity_bytes < _NEAR * highest:
+        _draw_capacity(axes, profile.capacity_bytes)
+        highest = max(highest, profile.capacity_bytes)
     axes.margins(x=0)
-    axes.set_ylim(0, max(axes.get_ylim()[1], 1.12 * peak.bytes))
+    axes.set_xlim(0, len(profile.calls))
+    axes.set_ylim(0, 1.15 * highest)
+    _mark_phases(axes, profile)
+    axes.set_xticks([])
+    axes.set_xlabel("calls of operators, from the first to the last", fontsize=9, color=FAINT)
     _count_in_bytes(axes.yaxis, axes.get_ylim()[1])
+
+
+def _draw_curve(axes: Axes, against: Profile | None, width: int) -> int:
+    """Draw the step before as a curve, as wide as the step after: they may have more or fewer calls.
+
+    Returns:
+        Its peak.
+    """
+    if against is None or not against.calls:
+        return 0
+    shown = _sample(against.timeline.bytes_at)
+    places = [number * width / len(against.calls) for number in (*shown, len(against.calls))]
+    heights = [against.timeline.bytes_at[number] for number in (*shown, shown[-1])]
+    axes.plot(places, heights, drawstyle="steps-post", color=INK, linewidth=1.6)
+    return against.peak_bytes
+
+
+def _draw_capacity(axes: Axes, capacity_bytes: int) -> None:
+    axes.axhline(capacity_bytes, color=MORE, linestyle=(0, (5, 4)), linewidth=1.3)
+    place = {"xy": (0.01, capacity_bytes), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    text = f"capacity {format_bytes(capacity_bytes)}"
+    axes.annotate(text, xytext=(0, 3), color=MORE, fontsize=9, **place)  # type: ignore[arg-type]
+
+
+def _clear_frame(axes: Axes) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+    axes.tick_params(length=0, colors=FAINT, labelsize=9)
+    axes.grid(axis="y", color=RULE, linewidth=0.7)
+    axes.set_axisbelow(True)
 
 
 def _sample(sizes: Sequence[int]) -> list[int]:
@@ -111,43 +162,56 @@ def _sample(sizes: Sequence[int]) -> list[int]:
     return [max(range(start, min(start + width, len(sizes))), key=sizes.__getitem__) for start in starts]
 
 
-def _draw_modules(axes: Axes, profile: Profile) -> None:
-    axes.set_title("saved for backward, by module", loc="left", fontsize="medium")
-    bars = _sum_by_family(profile)
+def _draw_modules(axes: Axes, profile: Profile, against: Profile | None) -> None:
+    """Bars by module; what they kept before is an outline around them."""
+    axes.set_title("saved for backward, by module", loc="left", fontsize=10, color=SOFT)
+    _clear_frame(axes)
+    bars = _sum_by_family(profile, against)
     for part in (Category.ACTIVATION, Category.LOSS_HEAD):
-        values = [sizes.get(part, 0) for _, sizes in bars]
-        before = [sizes.get(Category.ACTIVATION, 0) if part is Category.LOSS_HEAD else 0 for _, sizes in bars]
-        axes.barh(range(len(bars)), values, left=before, color=_COLOURS[part])
-    axes.set_yticks(range(len(bars)), [clip(spell_out(name), _LONGEST_NAME) for name, _ in bars], fontsize="small")
+        values = [sizes.get(part, 0) for _, sizes, _ in bars]
+        left = [sizes.get(Category.ACTIVATION, 0) if part is Category.LOSS_HEAD else 0 for _, sizes, _ in bars]
+        axes.barh(range(len(bars)), values, left=left, color=COLOURS[part], height=0.7)
+    if against is not None:
+        axes.barh(range(len(bars)), [then for _, _, then in bars], fill=False, edgecolor=INK, height=0.7)
+    axes.set_yticks(range(len(bars)), [clip(spell_out(name), _LONGEST_NAME) for name, _, _ in bars], fontsize=8.5)
+    axes.grid(visible=False)
     _count_in_bytes(axes.xaxis, axes.get_xlim()[1])
-    axes.tick_params(axis="x", labelrotation=30, labelsize="small")
+    axes.tick_params(axis="x", labelrotation=30, labelsize=8)
     for label in axes.get_yticklabels():
         label.set_parse_math(False)
     axes.invert_yaxis()
 
 
-def _sum_by_family(profile: Profile) -> list[tuple[str, dict[Category, int]]]:
-    """What modules keep, alike ones together, largest first; the smallest as one."""
+def _sum_by_family(profile: Profile, against: Profile | None) -> list[tuple[str, dict[Category, int], int]]:
+    """What modules keep, identical layers together, largest first, and what they kept before; the smallest as one."""
+    sums = _sum_categories(profile)
+    then = {} if against is None else {name: sum(one.values()) for name, one in _sum_categories(against).items()}
+    rows = [(name, sums.get(name, {}), then.get(name, 0)) for name in dict.fromkeys((*sums, *then))]
+    rows.sort(key=lambda row: -max(sum(row[1].values()), row[2]))
+    if len(rows) <= _MOST_BARS:
+        return rows
+    rest: dict[Category, int] = {}
+    for _, sizes, _ in rows[_MOST_BARS - 1 :]:
+        for category, size in sizes.items():
+            rest[category] = rest.get(category, 0) + size
+    others = sum(was for _, _, was in rows[_MOST_BARS - 1 :])
+    return [*rows[: _MOST_BARS - 1], (f"{len(rows) - _MOST_BARS + 1} others", rest, others)]
+
+
+def _sum_categories(profile: Profile) -> dict[str, dict[Category, int]]:
     families = Families(profile.modules)
     sums: dict[str, dict[Category, int]] = {}
     for row in list_saved(profile):
         sizes = sums.setdefault(families.name(row.module) or "(model)", {})
         sizes[row.category] = sizes.get(row.category, 0) + row.bytes
-    ordered = sorted(sums.items(), key=lambda item: -sum(item[1].values()))
-    if len(ordered) <= _MOST_BARS:
-        return ordered
-    rest: dict[Category, int] = {}
-    for _, sizes in ordered[_MOST_BARS - 1 :]:
-        for category, size in sizes.items():
-            rest[category] = rest.get(category, 0) + size
-    return [*ordered[: _MOST_BARS - 1], (f"{len(ordered) - _MOST_BARS + 1} others", rest)]
+    return sums
 
 
 def _mark_phases(axes: Axes, profile: Profile) -> None:
+    """A band along the top, as on the page."""
     stretches = find_stretches(profile)
     for phase, first, last in stretches:
-        if phase in _SHADES:
-            axes.axvspan(first, last, color=_SHADES[phase], linewidth=0, zorder=0)
+        axes.axvspan(first, last, ymin=1 - _BAND, ymax=1, color=PHASES[phase], linewidth=0)
     # Recomputation comes and goes within backward: one name for both.
     named = [
         (Phase.BACKWARD if phase is Phase.RECOMPUTATION else phase, first, last) for phase, first, last in stretches
@@ -157,15 +221,20 @@ def _mark_phases(axes: Axes, profile: Profile) -> None:
         first, last = parts[0][1], parts[-1][2]
         if last - first > _NAMED * len(profile.calls):
             at = axes.get_xaxis_transform()  # calls across, and the height of the panel up
-            middle = (first + last) / 2
-            axes.text(middle, 0.99, _NAMES[phase], transform=at, ha="center", va="top", fontsize="small")
+            start = first + 0.008 * len(profile.calls)
+            axes.text(start, 1 - _BAND / 2, _NAMES[phase], transform=at, va="center", fontsize=7.5, color=INK)
 
 
-def _draw_legend(figure: Figure, sizes: Sequence[Mapping[Category, object]]) -> None:
-    shown = [category for category in _ORDER if any(category in part for part in sizes)]
-    marks: list[Patch] = [Patch(color=_COLOURS[category], label=category.value) for category in shown]
-    if shown:
-        figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+def _draw_legend(figure: Figure, profile: Profile, against: Profile | None) -> None:
+    sizes = follow_categories(profile)
+    marks: list[Artist] = [Patch(color=COLOURS[part], label=part.value) for part in STACK if part in sizes]
+    if against is not None and against.calls:
+        marks.append(Line2D([], [], color=INK, linewidth=1.6, label="before"))
+    if marks:
+        figure.legend(
+            handles=marks, loc="lower left", bbox_to_anchor=(0.02, 0.005), ncols=10, fontsize=9, frameon=False,
+            labelcolor=SOFT, handlelength=1.1, columnspacing=1.4, handletextpad=0.5,
+        )  # fmt: skip
 
 
 def _count_in_bytes(axis: Axis, most: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from recollect._core.calls import Category, OpCall, Phase
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
+from recollect._core.units import format_bytes
 
 _SAVED_CATEGORIES = (Category.ACTIVATION, Category.LOSS_HEAD)
 
@@ -121,6 +123,37 @@ class OpRow:
     flops: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTotals:
+    """What forward leaves for backward, in all.
+
+    Attributes:
+        count: how many tensors.
+        bytes: of all of them.
+        most_bytes: the most that is there at a time. It is less than `bytes` where a step has several forward passes,
+            as with gradient accumulation: each pass frees what it saved before the next begins.
+        passes: how many forward passes there are.
+    """
+
+    count: int
+    bytes: int
+    most_bytes: int
+    passes: int
+
+    @property
+    def sentence(self) -> str:
+        """Why they may be more than the peak; nothing where they are all there at once.
+
+        >>> SavedTotals(count=8, bytes=4096, most_bytes=1024, passes=4).sentence
+        'over 4 forward passes; each frees its own before the next, at most 1.00 KiB are there at a time'
+        """
+        if self.most_bytes >= self.bytes:
+            return ""
+        passes = f"over {self.passes} forward passes; " if self.passes > 1 else ""
+        each = "each frees its own before the next, " if self.passes > 1 else ""
+        return f"{passes}{each}at most {format_bytes(self.most_bytes)} are there at a time"
+
+
 def find_peak(profile: Profile) -> PeakRow:
     """Where the step's peak is, and what is alive there.
 
@@ -190,6 +223,25 @@ def list_saved(profile: Profile) -> list[SavedRow]:
             )
             rows.append(row)
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def sum_saved(profile: Profile) -> SavedTotals:
+    """Add up what `list_saved` lists."""
+    rows = list_saved(profile)
+    changes = Counter[int]()
+    for row in rows:
+        start, end = profile.timeline.spans[row.storage]
+        changes[start] += row.bytes
+        if end is not None:
+            changes[max(end, start)] -= row.bytes
+    phases = (call.phase for call in profile.calls if call.phase is not Phase.OPTIMIZER)
+    passes = sum(phase is Phase.FORWARD for phase, _ in itertools.groupby(phases))
+    return SavedTotals(
+        count=len(rows),
+        bytes=sum(row.bytes for row in rows),
+        most_bytes=max(itertools.accumulate(changes[moment] for moment in sorted(changes)), default=0),
+        passes=passes,
+    )
 
 
 def list_modules(profile: Profile) -> list[ModuleRow]:

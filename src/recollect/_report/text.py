@@ -19,9 +19,10 @@ from recollect._core.families import Families
 from recollect._core.gains import Gain
 from recollect._core.profiles import Profile
 from recollect._core.units import count_noun, format_bytes, list_some
+from recollect._report.answer import Answer, answer, fold_gains
 from recollect._report.letters import spell_out
 from recollect._report.numbers import format_flops, format_seconds, format_share
-from recollect._report.summary import SavedRow, find_peak, list_modules, list_ops, list_saved
+from recollect._report.summary import SavedRow, find_peak, list_modules, list_ops, list_saved, sum_saved
 from recollect._report.tree import Branch, fold_modules
 from recollect._report.verdict import judge_allocator, judge_peak
 
@@ -38,22 +39,25 @@ def render_text(
     Args:
         profile: the step.
         against: what it is compared with, as the step before a change.
-        gains: what recomputing modules would free, cheapest first.
+        gains: what recomputing modules would free, what gives most first.
         top: how many lines a table has at most.
 
     >>> from rich.console import Console
     >>> Console(width=80).print(render_text(Profile(storages=(), calls=(), name="GPT")))
     GPT: peak 0 B, before the first call
     """
-    parts: list[RenderableType] = [*_headline(profile)]
+    found = answer(profile, gains)
+    parts: list[RenderableType] = [*_headline(profile, found)]
     sections = [
+        _suggestions(found),
         _comparison(profile, against) if against is not None else None,
+        _judgement(profile),
         _alive(profile),
         _saved(profile, top),
         _modules(profile, top),
+        _gains(profile, gains, top),
         _ops(profile, top),
         _rules(profile, top),
-        _gains(profile, gains, top),
         _notes(profile),
     ]
     for section in sections:
@@ -91,11 +95,13 @@ def show(text: str, style: str = "") -> Text:
 # Sections
 
 
-def _headline(profile: Profile) -> Iterator[RenderableType]:
+def _headline(profile: Profile, found: Answer) -> Iterator[RenderableType]:
     peak = find_peak(profile)
     what = " on ".join(filter(None, (profile.name or "step", profile.device)))
     estimated = ", estimated: nothing was run" if profile.is_dry else ""
     yield show(f"{what}: peak {format_bytes(peak.bytes)}{estimated}, {peak.sentence}", "bold")
+    if found.fits is not None:
+        yield show(found.fit, "green" if found.fits else "red bold")
     if profile.step_s is not None:
         phases = dict.fromkeys(Phase, 0.0)
         for call in profile.calls:
@@ -103,10 +109,24 @@ def _headline(profile: Profile) -> Iterator[RenderableType]:
         shown = ", ".join(f"{_word(phase)} {format_seconds(time)}" for phase, time in phases.items() if time)
         clock = f", {profile.clock.value}" if profile.clock is not None else ""
         yield show(f"step {format_seconds(profile.step_s)}{clock}: {shown}")
-    for sentence in judge_peak(peak):
-        yield show(sentence, "yellow")
-    for entry in profile.allocators:
-        yield show(judge_allocator(entry))
+    if found.fits is None and profile.calls:
+        yield show(found.fit, "dim")
+
+
+def _suggestions(found: Answer) -> RenderableType | None:
+    if not found.suggestions:
+        return None
+    lines: list[RenderableType] = []
+    for number, one in enumerate(found.suggestions, 1):
+        lines.append(show(f"{number}. {one.what}: {one.gives}"))
+        lines.append(Padding(show(one.code, "cyan"), (0, 0, 0, 5)))
+    return _section("what would help, best first", *lines)
+
+
+def _judgement(profile: Profile) -> RenderableType | None:
+    """What the peak is made of, in sentences."""
+    sentences = [*judge_peak(find_peak(profile)), *(judge_allocator(entry) for entry in profile.allocators)]
+    return _section("why", *map(show, sentences)) if sentences else None
 
 
 def _alive(profile: Profile) -> RenderableType | None:
@@ -140,9 +160,10 @@ def _saved(profile: Profile, top: int) -> RenderableType | None:
         size = format_bytes(sum(row.bytes for row in group))
         tensor = f"{group[0].dtype}{list(group[0].shape)}"
         table.add_row(size, _times(len(group)), show(tensor), show(_describe_maker(group, families)))
-    total = format_bytes(sum(row.bytes for row in rows))
-    title = f"saved for backward: {total} in {count_noun(len(rows), 'tensor')}, largest first"
-    return _section(title, table, _left_out(len(ordered) - top))
+    totals = sum_saved(profile)
+    title = f"saved for backward: {format_bytes(totals.bytes)} in {count_noun(len(rows), 'tensor')}, largest first"
+    reason = show(totals.sentence, "dim") if totals.sentence else None
+    return _section(title, reason, table, _left_out(len(ordered) - top))
 
 
 def _modules(profile: Profile, top: int) -> RenderableType | None:
@@ -206,9 +227,7 @@ def _rules(profile: Profile, top: int) -> RenderableType | None:
 def _gains(profile: Profile, gains: Sequence[Gain], top: int) -> RenderableType | None:
     if not gains:
         return None
-    families = Families(profile.modules)
-    together = {gain.path for gain in gains if gain.count > 1}
-    rows = [gain for gain in gains if gain.count > 1 or families.name(gain.path) not in together]
+    rows = fold_gains(profile, gains)
     has_times = rows[0].recompute_s is not None
     table = _table("recompute", ">", ">frees", ">for", ">per GiB", ">peak then")
     for gain in rows[:top]:
@@ -219,10 +238,15 @@ def _gains(profile: Profile, gains: Sequence[Gain], top: int) -> RenderableType 
         )
         change = gain.peak_bytes - profile.peak_bytes
         then = f"{format_bytes(gain.peak_bytes)} ({change / profile.peak_bytes:+.0%})" if change else "unchanged"
-        path = show(gain.path or "the model")
+        path = show(_name_gain(gain))
         table.add_row(path, _times(gain.count), format_bytes(gain.freed_bytes), cost, price, then)
-    title = "what could be gained by recomputing, cheapest first, each for itself"
+    title = "what recomputing would give, most first, each on its own"
     return _section(title, table, _left_out(len(rows) - top))
+
+
+def _name_gain(gain: Gain) -> str:
+    kept = "" if gain.policy == "full" else f", {gain.policy}"
+    return f"{gain.path or 'the model'}{kept}{', every 2nd' if gain.every > 1 else ''}"
 
 
 def _notes(profile: Profile) -> RenderableType | None:

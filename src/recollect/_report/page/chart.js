@@ -37,11 +37,11 @@ class Chart {
     this.say();
   }
 
-  /** view: {axis, range, most (bytes at the top), heights, visible (by category), marks: [{bytes, label}]} */
+  /** view: {axis, range, most (bytes at the top), heights, visible (by category), capacity, marks: [{bytes, label}]} */
   draw(view, width) {
     this.view = view;
     this.width = width;
-    this.height = width < 520 ? 250 : 320;
+    this.height = width < 520 ? 250 : 300;
     this.columns = Math.max(1, Math.round(width - EDGE.left - EDGE.right));
     this.ground = this.height - EDGE.bottom;
     this.frame.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
@@ -115,6 +115,8 @@ class Chart {
         draw("text", { class: "mark", x: right - 4, y: this.y(bytes) - 5, "text-anchor": "end" }, label),
       );
     });
+    const { capacity } = this.view;
+    parts.push(...drawCapacity(capacity, this.view.most, EDGE.left, right, (bytes) => this.y(bytes)));
     const { call, bytes } = this.step.peak;
     const place = call < 0 ? null : this.middleOf(call);
     if (place === null || place < this.view.range[0] || place > this.view.range[1]) return parts;

@@ -3,7 +3,7 @@
 function showComparison(before, step) {
   const difference = step.peak.bytes - before.peak.bytes;
   const size = formatBytes(Math.abs(difference));
-  const words = difference ? `${size} ${difference < 0 ? "less" : "more"} than before` : "as much as before";
+  const words = difference ? `${size} ${difference < 0 ? "less" : "more"} than before` : "the same as before";
   document.getElementById("comparison-lead").append(
     `The peak is ${words}: ${formatBytes(before.peak.bytes)} then, `,
     makePath(before.peak.sentence),
@@ -12,6 +12,8 @@ function showComparison(before, step) {
     ".",
     describeClocks(before, step),
   );
+  const tracks = [{ step: before, label: "Before" }, { step, label: "After" }];
+  new Curves(document.getElementById("comparison-curves"), tracks, step.capacity_bytes);
   const categories = step.categories.map((name, at) => ({
     name,
     then: before.peak.by_category[at],
@@ -32,11 +34,11 @@ function describeClocks(before, step) {
   return ` Times before are ${then}, after ${now}.`;
 }
 
-/** Modules of both steps by their paths, with what each keeps, its children's included. */
+/** Modules of both steps by their paths, identical layers as one, with what each keeps, its children's included. */
 function pairModules(before, step) {
   const rows = new Map();
   for (const [of, key] of [[before, "then"], [step, "now"]]) {
-    for (const { path, kind, saved_bytes: saved } of of.rows(of.modules, ["path", "kind"])) {
+    for (const { path, kind, saved_bytes: saved } of foldModules(of.rows(of.modules, ["path", "family", "kind"]))) {
       if (!rows.has(path)) rows.set(path, { name: path || kind || "the whole step", then: 0, now: 0 });
       rows.get(path)[key] = saved;
     }
@@ -65,10 +67,4 @@ function showDifferences(id, title, named, rows) {
     sort: [3, -1],
     empty: "No difference.",
   });
-}
-
-/** The word by which the style sheet knows which way a number went. */
-function changeOf(difference) {
-  if (!difference) return "";
-  return difference < 0 ? "less" : "more-of";
 }

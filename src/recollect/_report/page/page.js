@@ -1,6 +1,6 @@
 // Puts the page together: reads the data, fills the head, and gives each section its view.
 
-const { steps: given, gains, ...shared } = JSON.parse(document.getElementById("data").textContent);
+const { steps: given, gains, answer, ...shared } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const steps = given.map((data) => new Step(data, shared));
 const step = steps.at(-1);
@@ -14,43 +14,17 @@ function showHead() {
     step.is_dry && "estimated: nothing was run",
   ];
   byId("subject").textContent = subject.filter(Boolean).join(", ");
-  showPeak();
-  if (step.seconds !== null) {
-    const change = changeSince(step.seconds, before?.seconds, formatSeconds);
-    addFact("Step", [formatSeconds(step.seconds)], [step.clock, change]);
-  }
-  const kept = changeSince(keptBytes(step), before && keptBytes(before), formatBytes);
-  addFact("Saved for backward", [formatBytes(keptBytes(step))], [formatNoun(step.saved_count, "tensor"), kept]);
+  byId("share").append(makePictureButton(step, before, answer));
+  const parts = { fit: byId("fit"), facts: byId("facts"), suggestions: byId("suggestions") };
+  showAnswer(parts, answer, step, before);
+}
+
+function showWhy() {
+  byId("why").hidden = !step.verdict.length && !step.notes.length;
   for (const id of ["verdict", "notes"]) {
     byId(id).hidden = !step[id].length;
     byId(id).append(...step[id].map((sentence) => make("li", {}, make("bdi", {}, sentence))));
   }
-}
-
-function showPeak() {
-  const { bytes, sentence } = step.peak;
-  const estimated = step.is_dry ? make("em", { class: "estimated" }, "estimated") : null;
-  const change = changeSince(bytes, before?.peak.bytes, formatBytes);
-  addFact("Peak", [formatBytes(bytes), estimated], [makePath(sentence), change]);
-}
-
-function addFact(term, figure, detail) {
-  const [value, more] = [make("dd", { class: "figure" }, ...figure), make("dd", { class: "detail" }, ...detail)];
-  byId("facts").append(make("div", {}, make("dt", {}, term), value, more));
-}
-
-/** What became of a number since before, on a line of its own; null where there is no before. */
-function changeSince(now, then, format) {
-  if (then === null || then === undefined) return null;
-  const difference = now - then;
-  const sign = difference < 0 ? "\u2212" : "+";
-  const share = then ? ` (${sign}${formatShare(Math.abs(difference), then)})` : "";
-  const text = difference ? `${sign}${format(Math.abs(difference))}${share}` : "as";
-  return make("span", { class: `change ${changeOf(difference)}` }, `${text} ${difference ? "since " : ""}before`);
-}
-
-function keptBytes(of) {
-  return of.modules.saved_bytes[0];
 }
 
 function showTimeline() {
@@ -61,32 +35,51 @@ function showTimeline() {
   new Timeline(byId("timeline-view"), before ? [{ step: before, label: "Before" }, after] : [after]);
 }
 
-function showSaved(rows) {
+/** The tree map and the table of tensors, both with identical layers as one or each for itself. */
+function showModules() {
+  const isFolded = byId("fold").querySelector("input").checked;
+  const modules = step.rows(step.modules, ["path", "family", "kind"]);
+  const saved = step.rows(step.saved, ["tensor", "op", "module", "family", "source", "holders"]);
+  byId("fold").hidden = modules.every((row) => row.path === row.family);
+  const tensors = isFolded ? foldTensors(saved) : saved.map((row) => ({ ...row, count: 1, members: [] }));
+  for (const id of ["modules-view", "saved-view"]) byId(id).replaceChildren();
+  const table = showSaved(tensors, saved.length);
+  const tiles = tensors.map((row) => (isFolded ? { ...row, module: row.family } : row));
+  new TreeMap(byId("modules-view"), isFolded ? foldModules(modules) : modules, tiles, (path) => {
+    table.filter(path);
+    byId("saved").scrollIntoView();
+    table.input.focus({ preventScroll: true });
+  });
+}
+
+function showSaved(rows, count) {
   const categoryOf = (row) => step.categories[row.category];
   const kinds = [...new Set(rows.map(categoryOf))];
   const sum = (some) => formatBytes(some.reduce((bytes, row) => bytes + row.bytes, 0));
+  const times = (row) => (row.count > 1 ? make("span", { class: "faint" }, ` \u00d7 ${row.count}`) : null);
+  const owner = (row) => make("span", {}, makePath(row.module || step.name), times(row));
   return new SortedTable(byId("saved-view"), {
     caption: "Tensors that forward leaves for backward",
     rows,
     columns: [
       numberColumn("Size", (row) => row.bytes, formatBytes, "size"),
       textColumn("Tensor", "tensor", (row) => row.tensor, (row) => makeName(row.tensor)),
-      textColumn("Module", "module", (row) => row.module, (row) => makePath(row.module || step.name)),
+      textColumn("Module", "module", (row) => row.module, owner),
       textColumn("Made by", "op", (row) => row.op),
       textColumn("Line", "line", (row) => row.source, (row) => makeName(row.source)),
       textColumn("Category", "category", categoryOf, categoryOf),
       textColumn("Kept by", "holders", (row) => row.holders),
     ],
-    search: (row) => [row.module, row.op, row.source, row.tensor, row.holders].join("\n"),
+    search: (row) => [row.module, row.family, row.op, row.source, row.tensor, row.holders, ...row.members].join("\n"),
     choices: kinds.length > 1 ? { label: "Category", values: kinds, of: categoryOf } : null,
     total: (found, all) =>
-      `${formatCount(found.length)} of ${formatNoun(all.length, "tensor")}, ${sum(found)} of ${sum(all)}`,
+      `${formatCount(counted(found))} of ${formatNoun(count, "tensor")}, ${sum(found)} of ${sum(all)}`,
     empty: "Forward leaves nothing for backward in this step.",
   });
 }
 
 function showGains() {
-  const rows = step.rows(gains, ["path", "kind"]);
+  const rows = foldGains(step.rows(gains, ["path", "family", "kind", "policy"]));
   byId("gains").hidden = !rows.length;
   if (!rows.length) return;
   const hasTimes = rows.every((row) => row.recompute_s !== null);
@@ -98,18 +91,22 @@ function showGains() {
       ]
     : [numberColumn("Costs", (row) => row.recompute_flops, (flops) => `${(flops / 1e9).toPrecision(3)} GFLOP`)];
   const kind = (row) => (row.count > 1 ? `${row.count} \u00d7 ${row.kind}` : row.kind);
+  const how = (row) => [row.policy === "full" ? "" : row.policy, row.every > 1 ? "every 2nd" : ""].filter(Boolean);
+  const named = (row) => make("span", {}, makePath(row.path || step.name), ...how(row).map((word) => `, ${word}`));
+  const changed = (row) => row.peak_bytes - step.peak.bytes;
   new SortedTable(byId("gains-view"), {
     caption: "What recomputing modules would gain",
     rows,
     columns: [
-      textColumn("Module", "module", (row) => row.path, (row) => makePath(row.path || step.name)),
+      textColumn("Module", "module", (row) => row.path, named),
       textColumn("Class", "op", (row) => row.kind, (row) => makeName(kind(row))),
+      numberColumn("Peak then", (row) => row.peak_bytes, formatBytes),
+      numberColumn("Change", (row) => -changed(row), (_, row) => formatDifference(changed(row))),
       numberColumn("Frees", (row) => row.freed_bytes, formatBytes),
       ...costs,
-      numberColumn("Peak then", (row) => row.peak_bytes, formatBytes),
     ],
-    sort: [2 + costs.length, 1],
-    limit: 20,
+    sort: [2, 1],
+    limit: 10,
     empty: "",
   });
 }
@@ -118,12 +115,12 @@ function showRules() {
   const rows = step.rows(step.rules, ["region", "rule", "decision"]);
   byId("rules").hidden = !rows.length;
   if (!rows.length) return;
-  const alike = (row) => (row.regions > 1 ? make("span", { class: "faint" }, ` and ${row.regions - 1} alike`) : null);
+  const others = (row) => (row.regions > 1 ? make("span", { class: "faint" }, ` and ${row.regions - 1} more`) : null);
   new SortedTable(byId("rules-view"), {
     caption: "What each entry of the policy decided",
     rows,
     columns: [
-      textColumn("Region", "module", (row) => row.region, (row) => make("span", {}, makePath(row.region), alike(row))),
+      textColumn("Region", "module", (row) => row.region, (row) => make("span", {}, makePath(row.region), others(row))),
       textColumn("Entry", "op", (row) => row.rule),
       textColumn("Decision", "decision", (row) => row.decision, (row) => row.decision),
       numberColumn("Values", (row) => row.values, formatCount),
@@ -138,9 +135,10 @@ function showSections() {
   const titles = {
     comparison: "Before and after",
     timeline: "Timeline",
+    why: "Why",
+    gains: "Gains",
     modules: "Modules",
     saved: "Tensors",
-    gains: "Gains",
     rules: "Policy",
   };
   const links = Object.entries(titles).filter(([id]) => !byId(id).hidden);
@@ -153,13 +151,9 @@ showHead();
 byId("comparison").hidden = !before;
 if (before) showComparison(before, step);
 showTimeline();
-const saved = step.rows(step.saved, ["tensor", "op", "module", "source", "holders"]);
-const table = showSaved(saved);
-new TreeMap(byId("modules-view"), step.rows(step.modules, ["path", "kind"]), saved, (path) => {
-  table.filter(path);
-  byId("saved").scrollIntoView();
-  table.input.focus({ preventScroll: true });
-});
+showWhy();
 showGains();
+showModules();
+byId("fold").addEventListener("change", showModules);
 showRules();
 showSections();

@@ -3,9 +3,10 @@
 // that call included, to the call at whose start it is gone.
 
 class Step {
-  constructor(data, { strings, categories, phases }) {
+  constructor(data, { strings, categories, phases, families }) {
     Object.assign(this, data);
     this.strings = strings;
+    this.families = new Map(families);
     this.categories = categories;
     this.phases = phases;
     this.count = data.calls.op.length;
@@ -60,16 +61,48 @@ class Step {
     if (this.fixed_bytes && !hidden.has(this.library)) {
       rows.push({ at: -2, bytes: this.fixed_bytes, what: "held by libraries all the time" });
     }
-    rows.sort((one, other) => other.bytes - one.bytes);
-    const shown = rows.slice(0, most).map(({ at, bytes, what }) => ({
-      bytes,
-      category: at === -1 ? this.temporary : at === -2 ? this.library : category[at],
-      tensor: at < 0 ? "" : this.strings[tensor[at]],
-      name: what ?? this.strings[name[at]],
-      call: at < 0 ? -1 : start[at],
-    }));
-    const rest = rows.slice(most);
-    return { rows: shown, more: rest.length, moreBytes: rest.reduce((sum, row) => sum + row.bytes, 0) };
+    const found = this.fold(
+      rows.map(({ at, bytes, what }) => ({
+        bytes,
+        category: at === -1 ? this.temporary : at === -2 ? this.library : category[at],
+        tensor: at < 0 ? -1 : tensor[at],
+        name: what ?? name[at],
+        call: at < 0 ? -1 : start[at],
+      })),
+    );
+    const rest = found.slice(most);
+    const [more, moreBytes] = [counted(rest), rest.reduce((sum, row) => sum + row.bytes, 0)];
+    return { rows: found.slice(0, most), more, moreBytes };
+  }
+
+  /** Tensors at the same place of identical layers as one row, with how many they are; largest first. */
+  fold(rows) {
+    const { op, module, source } = this.calls;
+    const familyOf = (text) => this.families.get(text) ?? text;
+    const folded = new Map();
+    rows.forEach((row) => {
+      const { call } = row;
+      const maker = call < 0 ? [] : [op[call], familyOf(module[call]), source[call]];
+      const name = typeof row.name === "string" ? row.name : familyOf(row.name);
+      const key = [row.category, row.tensor, name, ...maker].join("\n");
+      const known = folded.get(key);
+      if (!known) {
+        folded.set(key, { ...row, count: 1 });
+        return;
+      }
+      known.count += 1;
+      known.bytes += row.bytes;
+    });
+    const text = (at) => (typeof at === "string" ? at : this.strings[at]);
+    const found = [...folded.values()].map((row) => {
+      const [place, owner] = [row.name, row.call < 0 ? null : module[row.call]];
+      const isOne = row.count === 1;
+      const named = typeof place === "string" || isOne ? place : familyOf(place);
+      const made = owner === null || isOne ? owner : familyOf(owner);
+      const tensor = row.tensor < 0 ? "" : this.strings[row.tensor];
+      return { ...row, tensor, name: text(named), module: made === null ? "" : text(made) };
+    });
+    return found.sort((one, other) => other.bytes - one.bytes);
   }
 
   call(at) {

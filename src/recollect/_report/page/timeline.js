@@ -172,8 +172,11 @@ class Timeline {
     const visible = this.present.map((isThere, kind) => isThere && !this.hidden.has(kind));
     this.tracks.forEach((track) => (track.heights = this.heightsOf(track.step, visible)));
     const tallest = this.tracks.map(({ heights, step }) => (step.count ? maxOf(heights) : step.peak.bytes));
-    const most = Math.max(1, ...tallest) * 1.1; // room for the label of the peak
-    const view = { axis: this.axis, range: this.range[1] > 0 ? this.range : [0, 1], most, visible };
+    const capacity = this.main.step.capacity_bytes;
+    const highest = Math.max(1, ...tallest);
+    const top = isNear(capacity, highest) ? Math.max(highest, capacity) : highest;
+    const most = top * 1.1; // room for the label of the peak
+    const view = { axis: this.axis, range: this.range[1] > 0 ? this.range : [0, 1], most, visible, capacity };
     this.tracks.forEach((track) => {
       const others = this.tracks.filter((other) => other !== track && !this.hidden.size);
       const marks = others.map(({ step: { peak }, label }) => ({
@@ -273,7 +276,8 @@ class Timeline {
     const { rows, more, moreBytes } = step.aliveAt(call, ALIVE_ROWS, this.hidden);
     const lines = rows.map((row) => {
       const maker = row.call < 0 ? { module: "", op: "", source: "" } : step.call(row.call);
-      const owner = row.name || maker.module || (row.call < 0 ? "" : step.name || "the step itself");
+      const owner = row.name || row.module || (row.call < 0 ? "" : step.name || "the step itself");
+      const times = row.count > 1 ? make("span", { class: "faint" }, ` \u00d7 ${row.count}`) : null;
       const category = step.categories[row.category];
       const swatch = make("span", { class: `swatch c${row.category}`, title: category });
       return make(
@@ -281,7 +285,7 @@ class Timeline {
         {},
         make("td", { class: "number" }, swatch, formatBytes(row.bytes)),
         make("td", {}, makeName(row.tensor)),
-        make("td", {}, makePath(owner)),
+        make("td", {}, makePath(owner), times),
         make("td", {}, row.call < 0 ? category : makePath(maker.op)),
         make("td", { class: "line" }, makeName(maker.source)),
       );

@@ -1,0 +1,45 @@
+"""Which saved values something besides autograd holds: a cache of keys and values, a list, an attribute of a module.
+
+Recomputing does not free them. A profile says when storages were freed, not who held them; so they are told by their
+being there long after the backward of the module that made them.
+"""
+
+from __future__ import annotations
+
+from recollect._core.calls import Lifetime, Phase
+from recollect._core.profiles import Profile
+
+_SLACK = 8  # calls: autograd lets go of what a node saved when the node is done, a few calls after its last use
+
+
+def find_held(profile: Profile) -> frozenset[int]:
+    """The storages that forward makes, that backward reads, and that are still there when it no longer does.
+
+    >>> from recollect._core.calls import OpCall, Saved, Storage, Value
+    >>> key = Value(storage=0)
+    >>> attend = OpCall(op="attend", module="attn", outputs=(key,))
+    >>> back = OpCall(op="back", phase=Phase.BACKWARD, inputs=(key,), forward=0)
+    >>> rest = [OpCall(op="rest", phase=Phase.BACKWARD)] * 20
+    >>> cached = Storage(bytes=8, made_at=0, freed_at=22)
+    >>> saved = (Saved(storage=0, by=0, reader=1),)
+    >>> sorted(find_held(Profile(storages=(cached,), calls=(attend, back, *rest), saved=saved)))
+    [0]
+    """
+    calls = profile.calls
+    last_of_module: dict[str, int] = {}
+    last_use: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        last_use.update(dict.fromkeys(call.reads, number))
+        if call.forward is not None and call.phase is not Phase.FORWARD:
+            last_of_module[calls[call.forward].module] = number
+    saved = {edge.storage for edge in profile.saved}
+    found = set()
+    for made in profile.made():
+        storage, maker = profile.storages[made.storage], calls[made.call]
+        end = profile.timeline.spans[made.storage][1]
+        was_seen = storage.freed_at is not None and storage.lifetime is Lifetime.VALUE
+        if made.storage in saved and was_seen and end is not None and maker.phase is Phase.FORWARD:
+            last = max(last_use.get(made.storage, made.call), last_of_module.get(maker.module, made.call))
+            if end > last + 1 + _SLACK:
+                found.add(made.storage)
+    return frozenset(found)
