@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.options import parse_choices
 from recollect._core.scope import override
 from recollect._core.units import count_noun
@@ -122,8 +124,12 @@ def checkpoint(
     choices = parse_choices(policy=policy, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
     name = name or name_of(fn)
     call, checked = choices.region(name, fn).call, choices.policy
+    caches = cache_classes()
+    owner = _module_of(fn) if caches else None
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if owner is not None:
+            args, kwargs = without_cache(owner, caches, args, kwargs)
         if is_dynamo_compiling():
             from recollect._apply.in_graph import call_in_graph
 
@@ -136,6 +142,12 @@ def checkpoint(
         wrapper.__name__, wrapper.__qualname__ = fn.__name__, fn.__qualname__
         wrapper.__module__, wrapper.__doc__ = fn.__module__, fn.__doc__
     return wrapper
+
+
+def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    """The module that a function is, or is a method of."""
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -15,6 +15,8 @@ from torch import nn
 
 from recollect._apply.applied import AppliedPlace, describe_places
 from recollect._apply.blocks import find_blocks
+from recollect._apply.caches import switches_for
+from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices
 from recollect._apply.rules import PRESETS, Rule, Value, parse_preset, parse_rules, parse_value
 from recollect._apply.stand_in import StandIn, stand_in_of
@@ -38,17 +40,21 @@ class Applied:
         is_removed: whether it was undone.
     """
 
-    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace], stand_ins: Iterable[StandIn]) -> None:
+    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
         self._model_name = type(model).__name__
         self.places = tuple(places)
-        self._stand_ins = list(stand_ins)
+        self._entries: list[InstanceForward] = []
+        self._notes: list[str] = []
         self.is_removed = False
+
+    def _put(self, entry: InstanceForward) -> None:
+        entry.put()
+        self._entries.append(entry)
 
     def remove(self) -> None:
         """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
-        for stand_in in self._stand_ins:
-            stand_in.take_away()
-        self._stand_ins.clear()
+        while self._entries:
+            self._entries.pop().take_away()
         self.is_removed = True
 
     def __enter__(self) -> Self:
@@ -69,7 +75,7 @@ class Applied:
             head += f", {count_noun(kept, 'module')} kept"
         if self.is_removed:
             head += " (removed)"
-        return "\n".join([head, *describe_places(self.places)])
+        return "\n".join([head, *describe_places(self.places), *self._notes])
 
     __repr__ = __str__
 
@@ -155,9 +161,15 @@ def apply(
         for target, rule in chosen
         if rule.choices is not None
     ]
-    handle = Applied(model, [_place(target, rule, regions) for target, rule in chosen], stand_ins)
+    handle = Applied(model, [_place(target, rule, regions) for target, rule in chosen])
     for stand_in in stand_ins:
-        stand_in.put()
+        handle._put(stand_in)  # noqa: SLF001
+    switches = list(switches_for(model, [target.module for target in regions.values()]))
+    for switch in switches:
+        handle._put(switch)  # noqa: SLF001
+    if switches:
+        note = f"{switches[0].name} fills no key/value cache while it trains; generate() keeps its own."
+        handle._notes.append(note)  # noqa: SLF001
     _log.info("%s", handle)
     return handle
 
@@ -177,8 +189,8 @@ def remove(model: nn.Module) -> None:
         message = f"recollect.remove expects a torch.nn.Module, not {type(model).__name__} {reprlib.repr(model)}"
         raise TypeError(message)
     for module in model.modules():
-        while (stand_in := stand_in_of(module)) is not None:
-            stand_in.take_away()
+        for entry in list(entries_of(module)):
+            entry.take_away()
 
 
 Chosen = list[tuple[Target, Rule]]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from recollect._apply.caches import cache_classes, without_cache
 from recollect._core.torch_private.fsdp import run_policy
 from recollect._core.torch_private.modules import lists_members
 from recollect.compat.checkpoint import checkpoint
@@ -194,6 +195,7 @@ class CheckpointWrapper(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module through `checkpoint_fn`."""
         call: Callable[..., Any] = self._checkpoint_wrapped_module
+        args, kwargs = without_cache(self, cache_classes(), args, kwargs)
         if kwargs and self.checkpoint_impl is CheckpointImpl.REENTRANT:
             call, args, kwargs = _Packed(call, tuple(kwargs)), (*args, *kwargs.values()), {}
         elif kwargs and self._is_own_engine and not _OPTIONS.isdisjoint(kwargs):

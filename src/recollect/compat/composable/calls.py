@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.function import name_of
 from recollect._core.errors import ChangedInputError, CheckpointError, TransformError
 from recollect._core.torch_private.compiler import untraced
@@ -217,6 +218,7 @@ def before_forward(
             "checkpoint.state(module).enable_hook = False for plain calls."
         )
         raise TransformError(message)
+    args, kwargs = without_cache(module, cache_classes(), args, kwargs)
     again = _Again(module)
     frame = Region(name_of(module), again, options).enter(args, kwargs)
     again.frame = ref(frame)
