@@ -25,6 +25,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
+from recollect._core.authors import Role
 from recollect._core.errors import ChangedInputError, CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_settings, mark_last
@@ -52,6 +53,8 @@ from recollect._recompute.values import Evidence
 
 if TYPE_CHECKING:
     from recollect._recompute.match import Matcher
+
+__recollect_role__ = Role.REGION
 
 Meta = tuple[Any, ...]
 

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect._core.authors import Role
 from recollect._core.errors import MismatchError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.engine import pass_is_partial
 from recollect._core.units import count_noun
 from recollect._recompute.rng import parse_preserve
 from recollect._recompute.surroundings import Surroundings
+
+__recollect_role__ = Role.REGION
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

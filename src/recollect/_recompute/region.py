@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.functional import run_functional
+
+__recollect_role__ = Role.REGION
 
 
 class Region:

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import function_mode_depth
@@ -45,6 +46,8 @@ from recollect._selective.tape import Tape
 from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch
 
 _MOST_BREAKS = 3
+
+__recollect_role__ = Role.REGION
 
 
 class SelectiveFrame(PlannedFrame):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recollect._core.authors import Role
 from recollect._core.errors import TransformError
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
@@ -15,6 +16,8 @@ from recollect._recompute.region import Region
 from recollect._recompute.search import find_modules
 from recollect._selective.frame import SelectiveFrame
 from recollect._selective.notes import Notes, find_notes
+
+__recollect_role__ = Role.REGION
 
 
 class SelectiveRegion(Region):
