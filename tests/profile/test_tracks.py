@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from recollect._core.torch_private.calls import Watch
 from recollect._core.torch_private.engine import sequence_of
 from recollect._profile import tracks as tracks_module
-from recollect._profile.tracks import Spans, Spot, Tracks, is_users
+from recollect._profile.tracks import Spans, Spot, Tracks
 
 
 class Inner(nn.Module):
@@ -178,13 +178,6 @@ def test_nothing_is_kept_alive(tracks: Tracks) -> None:
         gc.enable()
     spot = spans_of(tracks).find(0)
     assert spot is None or isinstance(spot, Spot)
-
-
-def test_code_of_torch_and_of_ours_is_not_the_users() -> None:
-    assert is_users(__file__)
-    assert is_users("<ipython-input-3>")
-    for other in (torch.__file__, tracks_module.__file__, contextlib.__file__, "<frozen runpy>"):
-        assert not is_users(other)
 
 
 # Being told of calls

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
+from recollect._core.authors import Role
 from recollect._profile.memory import LiveBytes
+
+__recollect_role__ = Role.PROGRAM
 
 STEPS, BATCH, TOKENS = 16, 16, 128
 DIM, HEADS, LAYERS, DROPOUT = 128, 4, 5, 0.1

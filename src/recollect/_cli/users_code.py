@@ -2,20 +2,16 @@
 
 import contextlib
 import importlib
-import sysconfig
 import traceback
 from collections.abc import Generator
 from pathlib import Path
 
-import torch
 import typer
 
 from recollect._cli.endings import FAILED
 from recollect._cli.screen import fail, say
+from recollect._core.authors import is_ours, is_users_file
 
-_OURS = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_STANDARD = sysconfig.get_path("stdlib")
 _LOADERS = ("<frozen importlib", "<frozen runpy", str(Path(importlib.__file__).parent))
 _OUR_WORDS = (ValueError, TypeError, ImportError, RuntimeError)
 """Errors whose message explains them, where this library raises them."""
@@ -57,7 +53,7 @@ def format_failure(error: BaseException, *, shows_all: bool = False) -> str:
 
 
 def _leave_out(shown: traceback.TracebackException, error: BaseException) -> None:
-    theirs = [frame for frame in shown.stack if not frame.filename.startswith((_OURS, *_LOADERS))]
+    theirs = [frame for frame in shown.stack if not _is_in_between(frame.filename)]
     if theirs or isinstance(error, SyntaxError):  # otherwise the failure is ours, and only its frames say where
         shown.stack = traceback.StackSummary.from_list(theirs)
     for led_there, earlier in ((shown.__cause__, error.__cause__), (shown.__context__, error.__context__)):
@@ -65,13 +61,11 @@ def _leave_out(shown: traceback.TracebackException, error: BaseException) -> Non
             _leave_out(led_there, earlier)
 
 
+def _is_in_between(file: str) -> bool:
+    return is_ours(file) or file.startswith(_LOADERS)
+
+
 def _is_our_message(error: Exception) -> bool:
     """Whether this library raised it, and no code of the user's was on the way there."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    is_theirs = any(not file.startswith((_OURS, _TORCH, _STANDARD, "<frozen")) or _is_package(file) for file in files)
-    return isinstance(error, _OUR_WORDS) and files[-1].startswith(_OURS) and not is_theirs
-
-
-def _is_package(file: str) -> bool:
-    """Whether it is an installed package, which may lie below the standard library's folder."""
-    return not file.startswith((_OURS, _TORCH)) and "site-packages" in Path(file).parts
+    return isinstance(error, _OUR_WORDS) and is_ours(files[-1]) and not any(map(is_users_file, files))

@@ -7,21 +7,17 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import CodeType, FrameType
+from types import FrameType
 from weakref import ref
 
 import torch
 from torch import nn
 
+from recollect._core.authors import Role, is_of_torch, is_of_user, role_of
 from recollect._core.patterns import plain_path
 from recollect._core.torch_private.engine import ENGINE_CODE
 
-_OURS = str(PurePath(__file__).parents[1])
-_TORCH = str(PurePath(torch.__file__).parent)
-_RUNNER = str(PurePath(_OURS, "_inspect", "profile.py"))  # what called it is no part of the step
-_DEMO = str(PurePath(_OURS, "_cli", "small_gpt.py"))  # a user's program, as far as profiles go
-_SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
-_TORCH_CHECKPOINT = str(PurePath(_TORCH, "utils", "checkpoint.py"))
+_TORCH_CHECKPOINT = str(PurePath(torch.__file__).parent / "utils" / "checkpoint.py")
 _DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
 _CONTEXT_LINES = 4
 
@@ -39,18 +35,9 @@ class Place:
         return f"{f' in {self.module}' if self.module else ''}{f', {self.line}' if self.line else ''}"
 
 
-@functools.cache
-def _file_of(code: CodeType) -> str:
-    return PurePath(code.co_filename).name
-
-
-@functools.cache
-def is_of_user(code: CodeType) -> bool:
-    """Whether code is neither torch's nor ours nor Python's own."""
-    file = code.co_filename
-    if file.startswith((_TORCH, "<frozen")) or file.endswith(_SKIPPED):
-        return False
-    return not file.startswith(_OURS) or file == _DEMO
+@functools.lru_cache(maxsize=2**12)
+def _name_of(file: str) -> str:
+    return PurePath(file).name
 
 
 def is_recomputed_by_torch(depth: int) -> bool:
@@ -93,12 +80,12 @@ class Places:
             code = frame.f_code
             if code.co_name == "_call_impl" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
                 modules.append(owner)
-            elif code.co_filename.startswith(_OURS) and code.co_filename.endswith(("frame.py", "region.py")):
+            elif role_of(frame) is Role.REGION:
                 break
-            elif code.co_filename.startswith(_TORCH):
+            elif is_of_torch(code.co_filename):
                 self.saw_compiled = self.saw_compiled or code.co_filename.endswith(_DYNAMO)
-            elif len(stack) < _CONTEXT_LINES and is_of_user(code):
-                stack.append(f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
+            elif len(stack) < _CONTEXT_LINES and is_of_user(code, frame.f_globals):
+                stack.append(f"{_name_of(code.co_filename)}:{frame.f_lineno} in {code.co_qualname}")
             frame = frame.f_back
         line = stack[0].split(" in ")[0] if stack else ""
         return Place(module=self._path(modules), line=line, stack=tuple(stack))
@@ -107,21 +94,21 @@ class Places:
         """The path of the module and the line of whoever called `depth` frames above this call, wherever that is.
 
         Unlike `find` it looks through regions, up to the step itself, and stops at what it has found. Inside of
-        backward it stops at the engine: who started the pass did not call this. Outside of it it stops at
-        `recollect.profile`: who asked for the profile is no line of the step.
+        backward it stops at the engine: who started the pass did not call this. Outside of it it stops at what runs
+        the step, such as `recollect.profile`: who asked for the profile is no line of the step.
         """
         frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
         modules: list[nn.Module] = []
         line = ""
         while frame is not None and not (line and modules and id(modules[0]) in self._paths):
             code = frame.f_code
-            if code is ENGINE_CODE or code.co_filename == _RUNNER:
+            if code is ENGINE_CODE or role_of(frame) is Role.RUNNER:
                 break
             if code.co_name == "_call_impl":
                 if isinstance(owner := frame.f_locals.get("self"), nn.Module):
                     modules.append(owner)
-            elif not line and is_of_user(code):
-                line = f"{_file_of(code)}:{frame.f_lineno}"
+            elif not line and is_of_user(code, frame.f_globals):
+                line = f"{_name_of(code.co_filename)}:{frame.f_lineno}"
             frame = frame.f_back
         return self._path(modules), line
 

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from recollect._apply.function import name_of
+from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._inspect.step import StepProfiler, device_of
 from recollect._profile.search import find_modules, find_optimizers
+
+__recollect_role__ = Role.RUNNER
 
 
 def profile(  # noqa: PLR0913 (all but the first are for some)

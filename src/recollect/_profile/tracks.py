@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from inspect import unwrap
 from pathlib import PurePath
 from sys import _getframe
@@ -24,16 +23,11 @@ from types import FrameType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import is_grad_enabled, nn
 
+from recollect._core.authors import is_of_user
 from recollect._core.torch_private.calls import Watch
 from recollect._core.torch_private.engine import next_sequence
-
-_OURS = str(PurePath(__file__).parents[1])
-_TORCH = str(PurePath(torch.__file__).parent)
-_STANDARD = PurePath(threading.__file__).parent
-_SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 
 # Of one thread. A call is two events and about 200 bytes: 65,000 calls in 13 MB. Older ones are forgotten.
 _MOST_EVENTS = 2**17
@@ -44,14 +38,6 @@ Entered = tuple[int, ref[nn.Module], str, int]
 
 Log = deque[Entered | int]
 """A thread's calls: how each was entered, and the number of the next node when it was left, in the order of events."""
-
-
-@lru_cache(maxsize=2**12)
-def is_users(filename: str) -> bool:
-    """Whether code of this file is the user's: not torch's, not ours, not a wrapper of the standard library."""
-    if filename.startswith((_OURS, _TORCH, "<frozen ")) or filename.endswith(_SKIPPED):
-        return False
-    return PurePath(filename).parent != _STANDARD
 
 
 def format_line(filename: str, first: int, last: int = 0) -> str:
@@ -98,7 +84,7 @@ class Tracks:
             return None
         log = self._here.log
         frame: FrameType | None = _getframe(2)
-        while frame is not None and not is_users(frame.f_code.co_filename):
+        while frame is not None and not is_of_user(frame.f_code, frame.f_globals):
             frame = frame.f_back
         if frame is None:
             log.append((next_sequence(), ref(module), "", 0))
@@ -213,8 +199,9 @@ class Spans:
 
 def forward_lines(module: nn.Module | None) -> tuple[str, int, int] | None:
     """The file and the first and last line of a module's forward, if that is the user's code."""
-    code: Any = getattr(unwrap(getattr(type(module), "forward", forward_lines)), "__code__", None)
-    if code is None or not is_users(code.co_filename):
+    forward = unwrap(getattr(type(module), "forward", forward_lines))
+    code: Any = getattr(forward, "__code__", None)
+    if code is None or not is_of_user(code, getattr(forward, "__globals__", {})):
         return None
     lines = [line for _, _, line in code.co_lines() if line is not None]
     with suppress(ValueError):

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from recollect._core.authors import Role, is_of_user, role_of
 from recollect._core.calls import Phase
 from recollect._core.torch_private.engine import sequence_of
 from recollect._core.torch_private.graph import read_node, walk
 from recollect._core.torch_private.traces import FailedPass, function_of, is_module_call, pass_of
-from recollect._profile.tracks import format_line, is_users
+from recollect._profile.tracks import format_line
 
 _MOST_LINES = 4
-_REGIONS = tuple(str(PurePath(__file__).parents[1] / room) for room in ("_recompute", "_selective"))
 _OPTIMIZERS = str(PurePath(inspect.getfile(Optimizer)).parent)
 
 
@@ -47,7 +47,7 @@ def find_place(trace: TracebackType | None) -> Place:
         node = function_of(frame) or node
         phase = _phase(frame, phase)
         code = frame.f_code
-        if is_users(code.co_filename):
+        if is_of_user(code, frame.f_globals):
             lines.append(f"{format_line(code.co_filename, number)} in {code.co_qualname}")
     is_exact = node is not None
     if phase is Phase.BACKWARD and node is None and failed is not None:
@@ -71,7 +71,7 @@ def _phase(frame: FrameType, phase: Phase) -> Phase:
         return Phase.RECOMPUTATION if is_in_backward else Phase.FORWARD
     file = frame.f_code.co_filename
     if is_in_backward:
-        return Phase.RECOMPUTATION if file.startswith(_REGIONS) else phase
+        return Phase.RECOMPUTATION if role_of(frame) is Role.REGION else phase
     if frame.f_code.co_name == "step":
         is_optimizers = file.startswith(_OPTIMIZERS) or isinstance(frame.f_locals.get("self"), Optimizer)
         return Phase.OPTIMIZER if is_optimizers else phase

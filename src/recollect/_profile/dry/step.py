@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recollect._core.authors import is_of_user
 from recollect._core.operators import Operator
-from recollect._core.places import is_of_user
 from recollect._core.torch_private.fake import (
     DATA_ERRORS,
     UNKNOWN_ERRORS,
@@ -200,7 +200,7 @@ def _locate(error: BaseException, modules: Iterable[nn.Module]) -> str:
         here = frame.tb_frame.f_locals.get("self")
         module = names.get(id(here), module)
         code = frame.tb_frame.f_code
-        if is_of_user(code):
+        if is_of_user(code, frame.tb_frame.f_globals):
             source = f"{PurePath(code.co_filename).name}:{traceback.extract_tb(frame, limit=1)[0].lineno}"
     if module and source:
         return f"in {module} ({source}) "
