@@ -419,7 +419,7 @@ def loop_of_steps() -> Iterator[None]:
         (
             lambda: recollect.profile(len, loss=torch.sum),
             ValueError,
-            "loss= is for models: <built-in function len> is a function, which runs its backward itself",
+            "loss= is for models: <built-in function len> is a function, which returns a loss or runs its backward",
         ),
         (
             lambda: torch.inference_mode()(recollect.profile)(nn.Linear(1, 1), torch.ones(1, 1)),
@@ -484,16 +484,15 @@ def test_what_keeps_a_profile_from_being_a_usual_one_is_noted() -> None:
     model = GPT()
     ids = torch.arange(16).reshape(2, 8) % 8
     recollect.apply(model, policies.save_matmuls)
-    first, second = (recollect.profile(model, ids, loss=torch.sum) for _ in range(2))
+    real = recollect.profile(model, ids, loss=torch.sum)
     dry = recollect.profile(model, ids, loss=torch.sum, dry=True)
-    assert "regions ran for the first time under their policies and learned: later steps take less" in first.notes
-    assert second.notes == ("no optimizer was given: its state is taken as 0, and its step is left out",)
+    assert real.notes == ("no optimizer was given: its state is taken as 0, and its step is left out",)
     assert any("regions under policies hold more on fake tensors" in note for note in dry.notes)
 
 
 def test_a_step_without_backward_says_so() -> None:
     model = Net()
-    found = recollect.profile(lambda: model(torch.ones(4, 8)))
+    found = recollect.profile(lambda: model(torch.ones(4, 8)).detach())
     assert "no backward ran: what would be kept for it is not known" in found.notes
     assert not found.saved
 
@@ -663,3 +662,148 @@ def test_no_line_outside_of_the_step_is_taken_for_one_of_it() -> None:
     lines = {call.op: call.source for call in lined.calls if call.phase is Phase.FORWARD}
     assert lines["aten.addmm.default"] == ""
     assert lines["aten.mean.default"].startswith("test_profile.py:")
+
+
+def test_gradient_accumulation_counts_what_each_micro_batch_saves() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(8)))
+    recollect.apply(blocks, {str(number): "full" for number in range(8)})
+
+    def step(x: Tensor) -> None:
+        for part in x.chunk(4):
+            blocks(part).sum().backward()
+
+    seen = recollect.profile(step, torch.randn(32, 16))
+    is_forward = [call.phase is Phase.FORWARD for call in seen.calls]
+    starts = [at for at, now in enumerate(is_forward) if now and not (at and is_forward[at - 1])]
+    ends = [*starts[1:], len(seen.calls)]
+    counts = [
+        len({edge.storage for edge in seen.saved if start <= edge.by < end})
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    assert len(counts) == 4
+    assert len(set(counts)) == 1, counts
+    assert counts[0] >= 8
+
+
+def test_a_policy_that_was_removed_is_not_listed() -> None:
+    model, x = GPT(), torch.randint(0, 16, (2, 8))
+    handle = recollect.apply(model, {"layers.*": policies.save_matmuls})
+    assert recollect.profile(model, x, loss=loss_of).rules
+    for _ in range(3):
+        loss_of(model(x)).backward()
+    handle.remove()
+    assert not recollect.profile(model, x, loss=loss_of).rules
+
+
+def test_a_profile_under_a_policy_is_that_of_a_later_step_whatever_ran_before() -> None:
+    ids = torch.arange(16).reshape(2, 8) % 8
+
+    def peaks(steps_before: int) -> tuple[int, int, str]:
+        model = GPT(dropout=0.0)
+        recollect.apply(model, {"layers.*": policies.save_matmuls})
+        for _ in range(steps_before):
+            loss_of(model(ids)).backward()
+        model.zero_grad()
+        seen = recollect.profile(model, ids, loss=loss_of)
+        for _ in range(4):
+            loss_of(model(ids)).backward()
+        steady = metered_peak(model, (ids,))
+        return seen_peak(seen), steady, str(seen.rules)
+
+    first, later = peaks(0), peaks(5)
+    assert first == later
+    assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_profile_leaves_nothing_learned(dry: bool) -> None:
+    model, ids = GPT(dropout=0.0), torch.arange(16).reshape(2, 8) % 8
+    recollect.apply(model, {"layers.*": policies.save_matmuls})
+    recollect.profile(model, ids, loss=loss_of, dry=dry)
+    with pytest.raises(ValueError, match="nothing of GPT ran as a region under a policy"):
+        recollect.explain(model)
+    for _ in range(4):
+        loss_of(model(ids)).backward()
+    before = str(recollect.explain(model))
+    assert "by replaying what backward asks for" in before
+    recollect.profile(model, ids, loss=loss_of, dry=dry)
+    assert str(recollect.explain(model)) == before
+
+
+def test_a_function_that_returns_its_loss_has_its_backward_run() -> None:
+    model, x = Net(), torch.ones(4, 8)
+    whole = recollect.profile(model, x)
+    returns: list[Callable[[], Any]] = [
+        lambda: model(x),
+        lambda: (model(x), x),
+        lambda: {"loss": model(x), "x": x},
+    ]
+    for returned in returns:
+        for dry in (False, True):
+            found = recollect.profile(returned, dry=dry)
+            assert [call.op for call in found.calls] == [call.op for call in whole.calls]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_function_that_ran_its_backward_and_returns_the_loss_is_left_alone() -> None:
+    model = Net()
+
+    def step() -> Tensor:
+        loss: Tensor = model(torch.ones(4, 8))
+        loss.backward(retain_graph=True)
+        return loss
+
+    once = recollect.profile(step)
+    assert sum(call.op == "aten.addmm.default" for call in once.calls) == 5
+    assert sum(call.op == "aten.gelu_backward.default" for call in once.calls) == 3
+
+
+def test_a_lightning_module_without_forward_has_its_training_step_called() -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return functional.mse_loss(self.layer(x), y)
+
+    found = recollect.profile(Module(), (torch.ones(4, 8), torch.ones(4, 1)))
+    assert any(call.phase is Phase.BACKWARD for call in found.calls)
+
+
+def test_the_time_of_a_step_is_that_of_the_step_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recollect._inspect import step as step_module
+    from recollect._inspect.plain import PlainTimes
+    from recollect._profile.attribution import Plain
+
+    plain = PlainTimes(body=Plain(wall_s=0.5, host_s=0.5), optimizer=None, is_apart=False)
+    monkeypatch.setattr(step_module, "time_plainly", lambda *_, **__: plain)
+    found = recollect.profile(Net(), torch.ones(4, 8))
+    assert found.step_s == pytest.approx(0.5)
+    assert found.device_s == pytest.approx(0.5)
+    assert found.host_s is None
+
+
+def test_a_step_that_cannot_run_again_is_profiled_and_says_so() -> None:
+    model, batches = Net(), iter([torch.ones(4, 8)])
+
+    def step() -> None:
+        model(next(batches)).backward()
+
+    found = recollect.profile(step)
+    assert any("the step could not be run again (StopIteration)" in note for note in found.notes)
+    assert found.step_s
+
+
+def test_a_step_that_must_not_run_twice_runs_once() -> None:
+    model, count = Net(), [0]
+
+    def step() -> None:
+        count[0] += 1
+        model(torch.ones(4, 8)).backward()
+
+    recollect.profile(step, timed=False)
+    assert count == [1]

@@ -292,7 +292,7 @@ def test_hooks_are_never_called(printed: Callable[..., str]) -> None:
         printed(loss)
         == """\
 held by the graph: nothing
-packed by other hooks into what is no tensor, size unknown: list (1)
+other hooks packed these into something that is not a tensor, size unknown: list (1)
 """
     )
     assert unpacked == []
@@ -424,3 +424,22 @@ def test_devices_are_summed_apart(printed: Callable[..., str]) -> None:
     with torch.autograd.graph.save_on_cpu():
         loss = x[:4].sin().sum()
     assert f"48 B in 2 storages: 32 B on {device}:0, 16 B on cpu" in printed(loss)
+
+
+def test_classes_of_custom_functions_are_not_kept_alive() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * 2
+
+    loss = Twice.apply(leaf(8)).sum()  # type: ignore[no-untyped-call]
+    assert describe_saved(loss).held_bytes == 0
+    kind = weakref.ref(Twice)
+    del Twice, loss
+    gc.collect()
+    assert kind() is None

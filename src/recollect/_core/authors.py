@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import os
-import sysconfig
 from collections.abc import Mapping
 from pathlib import PurePath
 from types import CodeType, FrameType
@@ -21,7 +20,7 @@ import torch
 _ROLE = "__recollect_role__"
 _OURS = f"{PurePath(__file__).parents[1]}{os.sep}"
 _TORCH = f"{PurePath(torch.__file__).parent}{os.sep}"
-_STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_STANDARD = f"{PurePath(os.__file__).parent}{os.sep}"
 _PACKAGES = frozenset({"site-packages", "dist-packages"})  # where packages lie, which is below the standard library
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 

@@ -107,7 +107,10 @@ class OpCall:
         first_output: number of its first output, where a compiler took one operator apart into several calls.
         source: the line of the user's code, as ``"model.py:41"``.
         flops: floating-point operations.
-        seconds: how long it takes; None if nobody measured or estimated it.
+        seconds: what it adds to the step; None if nobody measured or estimated it. Host and device work side by side:
+            it is the time of the one that is busy for longer over the whole step.
+        device_s: how long the device runs it.
+        host_s: how long the host takes to come to it and to launch it; None where the host runs it itself.
         workspace_bytes: memory that it takes and gives back while it runs.
         is_random: whether it draws random numbers.
         is_routing: whether its result chooses.
@@ -130,6 +133,8 @@ class OpCall:
     source: str = ""
     flops: int = 0
     seconds: float | None = None
+    device_s: float | None = None
+    host_s: float | None = None
     workspace_bytes: int = 0
     is_random: bool = False
     is_routing: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from recollect._core.calls import Made, OpCall, Saved, Storage
@@ -158,9 +158,10 @@ class Profile:
         _check_indices(set(call.writes), count, where, "storage")
         _check_indices({call.forward or 0}, len(self.calls), where, "call")
         _check_sizes(where, flops=call.flops, workspace_bytes=call.workspace_bytes)
-        if call.seconds is not None and not 0 <= call.seconds < _LONGEST_S:
-            message = f"{where} takes {call.seconds} seconds"
-            raise ValueError(message)
+        for seconds in (call.seconds, call.device_s, call.host_s):
+            if seconds is not None and not 0 <= seconds < _LONGEST_S:
+                message = f"{where} takes {seconds} seconds"
+                raise ValueError(message)
 
     @property
     def forward_count(self) -> int:
@@ -183,9 +184,21 @@ class Profile:
 
     @property
     def step_s(self) -> float | None:
-        """How long the calls take together; None if nobody measured or estimated it."""
-        known = [call.seconds for call in self.calls if call.seconds is not None]
-        return sum(known) if known else None
+        """How long the step takes; None if nobody measured or estimated it."""
+        return _sum_known(call.seconds for call in self.calls)
+
+    @property
+    def device_s(self) -> float | None:
+        """How long the device is busy in the step; None if nobody measured or estimated it."""
+        return _sum_known(call.device_s for call in self.calls)
+
+    @property
+    def host_s(self) -> float | None:
+        """How long the host is busy launching; None if nobody measured or estimated it, or it runs the step itself.
+
+        The larger of this and `device_s` is what the step takes: `step_s`.
+        """
+        return _sum_known(call.host_s for call in self.calls)
 
     def to_json(self) -> str:
         """The profile as text that `from_json` reads."""
@@ -199,6 +212,11 @@ class Profile:
             ValueError: the text is none, is damaged, or is of a later version.
         """
         return read_document(text, cls, kind="profile", version=_VERSION)
+
+
+def _sum_known(seconds: Iterable[float | None]) -> float | None:
+    known = [one for one in seconds if one is not None]
+    return sum(known) if known else None
 
 
 def _check_sizes(where: str, **sizes: int) -> None:

@@ -15,9 +15,11 @@ from torch.nn.parameter import is_lazy
 from recollect._apply.function import name_of
 from recollect._core.authors import Role
 from recollect._core.profiles import Profile
-from recollect._core.torch_private.pytree import tree_leaves
-from recollect._inspect.step import StepProfiler, device_of
+from recollect._inspect.calling import find_call
+from recollect._inspect.step import StepProfiler
+from recollect._inspect.surroundings import device_of
 from recollect._profile.search import find_modules, find_optimizers
+from recollect._selective.notes import notes_apart
 
 __recollect_role__ = Role.RUNNER
 
@@ -32,19 +34,24 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     name: str | None = None,
+    timed: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Profile:
-    """Run one step and say where its memory goes, operator by operator.
+    """Run a step and say where its memory and time go, operator by operator.
 
+    The step runs once watched, and a few times more as it runs without us, to be timed. Where regions have policies it
+    is watched when they know their ways: the profile is that of any later step, and nothing that they learn stays.
     Afterwards parameters, buffers, gradients, optimisers and random generators are bit for bit as they were, also if
-    the step fails. What the step writes into is copied to the host before; nothing is copied on the device.
+    the step fails. What the step writes into is copied to the host before. Hooks and the like that a model sets up at
+    its first forward stay set up, as an ordinary forward would leave them.
 
     A dry profile runs nothing: it follows the step on fake tensors, which need neither the memory nor the device, and
     estimates. The model may be on ``meta``. It cannot follow a step that decides by the values of tensors.
 
     Args:
-        step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed to one; or a function that
-            runs a step itself, backward included.
+        step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed to one; a LightningModule
+            without ``forward`` has its ``training_step`` called. Or a function that runs a step itself: if it returns
+            a loss and has not run backward, that is run.
         inputs: what it is called with.
         kwargs: keyword arguments that it is called with.
         loss: makes the loss of the model's output.
@@ -55,6 +62,8 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
             model is.
         dtype: in a dry profile, of all parameters and inputs that are floating-point; by default theirs.
         name: what reports call the profile; by default the name of the class or function.
+        timed: whether to run the step again for its time. Without it times are those of the watched step, which are
+            longer where the step waits for the host. For steps that must not run twice.
         progress: called now and then with the number of calls so far, and None.
 
     Returns:
@@ -92,8 +101,13 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         optimizers = find_optimizers(step_or_model, values)
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in optimizers:
         optimizers.append(optimizer)
+    called = find_call(step_or_model, inputs, loss)
     make = functools.partial(
-        StepProfiler, modules, name=name or name_of(step_or_model), optimizer=optimizer, progress=progress
+        StepProfiler,
+        modules,
+        name=name or name_of(step_or_model),
+        optimizer=optimizer,
+        progress=progress,
     )
     _check_lazy(modules)
     here = device_of(modules, values)
@@ -102,20 +116,21 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         message = f"{name_of(step_or_model)} is on meta, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
-        with make(optimizers, inputs=values) as profiler:
-            if isinstance(step_or_model, nn.Module):
-                profiler.clear_gradients()
-            _run(step_or_model, inputs, given, loss)
-        return profiler.profile
+        with notes_apart():
+            profiler = make(optimizers, inputs=values)
+            run = called.bind(profiler, inputs, given)
+            return profiler.take(run, is_timed=timed, is_cleared=isinstance(step_or_model, nn.Module))
     from recollect._profile.dry.roofline import find_device
     from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
 
     asked = find_device(here if device is None else device)
-    with dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes:
+    with (
+        notes_apart(),
+        dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes,
+    ):
         inputs, given = fakes.values
-        with make(optimizers, inputs=(inputs, given), dry=fakes) as profiler:
-            _run(step_or_model, inputs, given, loss)
-    return profiler.profile
+        profiler = make(optimizers, inputs=(inputs, given), dry=fakes)
+        return profiler.take(called.bind(profiler, inputs, given))
 
 
 def _check(step_or_model: object, loss: object, optimizer: object) -> None:
@@ -130,7 +145,7 @@ def _check(step_or_model: object, loss: object, optimizer: object) -> None:
         message = f"recollect.profile expects a function that runs a step when it is called; {what} only begins one"
         raise TypeError(message)
     if loss is not None and not isinstance(step_or_model, nn.Module):
-        message = f"loss= is for models: {what} is a function, which runs its backward itself"
+        message = f"loss= is for models: {what} is a function, which returns a loss or runs its backward"
         raise ValueError(message)
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
@@ -150,48 +165,3 @@ def _check_lazy(modules: Iterable[nn.Module]) -> None:
                     "undone. Call the model once before it is profiled"
                 )
                 raise ValueError(message)
-
-
-def _run(
-    step_or_model: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None,
-) -> None:
-    if isinstance(step_or_model, nn.Module):
-        _train(step_or_model, inputs, kwargs, loss)
-    else:
-        step_or_model(*inputs, **kwargs)
-
-
-def _train(
-    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None
-) -> None:
-    with torch.enable_grad():
-        output = model(*inputs, **kwargs)
-        value = _loss_in(output) if loss is None else loss(output)
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        raise ValueError(_explain_no_loss(model, output, value))
-    value.backward() if value.dim() == 0 else value.sum().backward()
-
-
-def _loss_in(output: Any) -> Tensor | None:
-    """The loss that an output is or holds, or the sum of its tensors."""
-    held = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(held, Tensor):
-        return held
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if tensors and tensors[0].dim() == 0 and not tensors[0].is_complex():
-        return tensors[0]
-    sums = [(torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum() for tensor in tensors]
-    return sum(sums[1:], sums[0]) if sums else None
-
-
-def _explain_no_loss(model: nn.Module, output: Any, value: Any) -> str:
-    what = type(model).__name__
-    if value is None:
-        return (
-            f"no loss can be made of what {what} gives ({type(output).__name__}): no tensor in it requires grad. Give "
-            "`loss=`, a function from the output to the loss; or unfreeze what is to be trained"
-        )
-    return f"loss= gave {type(value).__name__}, which has no graph behind it: expected a tensor that requires grad"

@@ -16,9 +16,8 @@ from torch import Tensor
 from recollect._core.torch_private.graph import Held, is_parameter, leaf_of, read_node, walk
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.units import count_noun, format_bytes
+from recollect._inspect.packed import Packed, Part
 from recollect._profile.storages import storages_of
-from recollect._recompute.frame import Frame
-from recollect._recompute.slots import Slot
 
 _MOST_HOLDERS = 3
 
@@ -199,7 +198,7 @@ class _Survey:
         self._findings: list[_Finding] = []
         self._elsewhere: list[SavedEntry] = []
         self._parameters: list[Tensor] = []
-        self._metas: dict[Frame, dict[Slot, tuple[Any, ...]]] = {}
+        self._packed = Packed()
 
     def add_parameter(self, leaf: Tensor) -> None:
         self._parameters.append(leaf)
@@ -209,48 +208,27 @@ class _Survey:
         hook = held.unpack_hook
         is_ours = hook is None or (getattr(hook, "__module__", None) or "").startswith("recollect.")
         owner = "" if is_ours else getattr(hook, "__qualname__", type(hook).__qualname__).partition(".")[0]
-        self._add(held.value, node, held.attribute, Kind.KEPT if is_ours else Kind.PACKED, owner)
+        kind = Kind.KEPT if is_ours else Kind.PACKED
+        for part in self._packed.parts(held):
+            holder, attribute = (f"region '{part.holder}'", part.what) if part.holder else (node, held.attribute)
+            self._add(part, holder, attribute, Kind.REGION if part.region else kind, part.region or owner)
 
-    def _add(self, value: Any, holder: str, attribute: str, kind: Kind, owner: str) -> None:
-        """A tensor, a slot, or what other hooks made of a tensor."""
-        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, Slot))]
-        if not leaves:
-            self._elsewhere.append(SavedEntry(holder=holder, attribute=attribute, kind=Kind.PACKED, owner=owner))
-        for leaf in leaves:
-            if isinstance(leaf, Slot):
-                self._add_slot(leaf, holder, attribute)
-                continue
-            if leaf is not value:
-                kind = Kind.PACKED
-            self._findings.append(_Finding(tensor=leaf, holder=holder, attribute=attribute, kind=kind, owner=owner))
-
-    def _add_slot(self, slot: Slot, holder: str, attribute: str) -> None:
-        frame = slot.frame
-        if frame not in self._metas:
-            slots = (weak() for weak in frame.slots)
-            self._metas[frame] = {
-                live: meta
-                for live, meta in zip(slots, frame.metas, strict=False)
-                if live is not None and meta is not None
-            }
-            for what, value in frame.held_tensors():
-                self._add(value, f"region '{frame.name}'", what, Kind.REGION, frame.name)
-        value = slot.value if slot.value is not None else slot.kept
-        if isinstance(value, Tensor):
-            self._add(value, holder, attribute, Kind.REGION, frame.name)
+    def _add(self, part: Part, holder: str, attribute: str, kind: Kind, owner: str) -> None:
+        if part.tensor is not None:
+            kind = kind if part.is_whole else Kind.PACKED
+            found = _Finding(tensor=part.tensor, holder=holder, attribute=attribute, kind=kind, owner=owner)
+            self._findings.append(found)
             return
-        if frame.inputs is None:
-            return  # used up: a backward pass has had the value and let the region go
-        shape, dtype, device = self._metas[frame].get(slot, (None, None, None))[:3]
+        shape, dtype = part.shape, part.dtype
         self._elsewhere.append(
             SavedEntry(
                 holder=holder,
                 attribute=attribute,
-                kind=Kind.FORGOTTEN,
-                owner=frame.name,
-                shape=None if shape is None else tuple(shape),
+                kind=Kind.FORGOTTEN if part.is_forgotten else Kind.PACKED,
+                owner=owner,
+                shape=shape,
                 dtype=dtype,
-                device=device,
+                device=part.device,
                 tensor_bytes=0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize,
             )
         )
@@ -351,7 +329,7 @@ def _format_others(report: SavedReport) -> list[str]:
         lines.append(f"forgotten, to be recomputed: {tensors} ({size}) of {whose}")
     if report.packed_away:
         hooks = _format_counts(entry.owner for entry in report.packed_away)
-        lines.append(f"packed by other hooks into what is no tensor, size unknown: {hooks}")
+        lines.append(f"other hooks packed these into something that is not a tensor, size unknown: {hooks}")
     if report.opaque_nodes:
         nodes = _format_counts(report.opaque_nodes)
         lines.append(f"cannot be looked into with torch {torch.__version__}, may hold more: {nodes}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,41 +11,39 @@ import torch
 from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
-from recollect._core.calls import Category, OpCall, Phase, Storage
+from recollect._core.calls import Category, Phase
 from recollect._core.patterns import plain_path
 from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._inspect.costs import cost_calls
+from recollect._inspect.packed import Packed
+from recollect._inspect.plain import PlainTimes, time_plainly
 from recollect._inspect.rules import describe_rules
+from recollect._inspect.surroundings import describe_device, device_of, list_generators, quick_collections
 from recollect._profile.assemble import Known, assemble, include_all
 from recollect._profile.capture import Capture
 from recollect._profile.snapshot import Snapshot, name_states
 from recollect._profile.storage_log import BEFORE
-from recollect._profile.timing import NoTimer, timer_for
+from recollect._profile.timing import NoTimer, Span, timer_for
 from recollect._recompute.frame import Frame
-from recollect._recompute.rng import (
-    Source,
-    accelerator,
-    accelerator_started,
-    put_back,
-    source_of_cpu,
-    source_of_device,
-    sources_by_request,
-)
-from recollect._recompute.slots import Slot, frame_of
+from recollect._recompute.rng import Source, put_back
+from recollect._recompute.slots import frame_of
+from recollect._selective.notes import all_notes
 from recollect._selective.replay import replay_here
 
 if TYPE_CHECKING:
+    from recollect._profile.dry.roofline import Device
     from recollect._profile.dry.step import DryStep
     from recollect._profile.dry.translate import Translation
     from recollect._profile.optimizer import Kind, Shadow
 
-_NEVER = 10**9
+_REHEARSALS = 2  # after a first step, which is watched; regions under policies replay from the fourth call on at latest
 _CUDA_ROUNDING = 512
 
 
 class StepProfiler:
-    """Profiles what runs between `__enter__` and `__exit__`, which may be in different frames of one thread.
+    """Profiles a step: what `take` runs, or what runs between `__enter__` and `__exit__`, in any frames of one thread.
 
     Args:
         modules: whose parameters and buffers are counted, named, and put back.
@@ -78,45 +74,79 @@ class StepProfiler:
         self._modules = [cast("nn.Module", module.module) if _is_replica(module) else module for module in modules]
         self._optimizers, self._optimizer, self._dry, self._name = optimizers, optimizer, dry, name
         self._device = device_of(self._modules, inputs)
-        self._inputs = inputs
+        self._inputs, self._progress = inputs, progress
         self._restores = restores and dry is None
+        self._is_cleared = False
         self._is_cuda = self._device.type == "cuda" if dry is None else dry.device.is_cuda
         self._memory_model = _memory_model_of(self._device) if dry is None else dry
         self._snapshot = Snapshot()
-        self._frames: set[int] = set()
+        self._states: list[tuple[Source, Any]] = []
+        self._stack = ExitStack()
+        self._rules: tuple[RuleEntry, ...] = ()
+        self._allocators: tuple[AllocatorEntry, ...] = ()
+        self._spans: list[Span | None] = []
+        self._plain: PlainTimes | None = None
+        self._begin()
+        self.profile: Profile
+
+    def _begin(self) -> None:
+        """Nothing was seen yet."""
+        progress = self._progress
         self._capture = Capture(
-            timer=timer_for(self._device) if dry is None else NoTimer(),
+            timer=timer_for(self._device) if self._dry is None else NoTimer(),
             snapshot=self._snapshot if self._restores else None,
-            unfold=self._unfold,
+            unfold=Packed().tensors,
             region_of=region_here,
             replay_of=replay_here,
             workspace=None if self._memory_model is None else self._memory_model.workspace_bytes,
             progress=None if progress is None else lambda done: progress(done, None),
         )
         self._known = Known(device=self._device)
-        self._states: list[tuple[Source, Any]] = []
         self._notes: list[str] = []
         self._stepped: list[str] = []
         self._shadows: list[Shadow] = []
-        self._stack = ExitStack()
-        self._rules: tuple[RuleEntry, ...] = ()
-        self.profile: Profile
+
+    def take(self, step: Callable[[], object], *, is_timed: bool = True, is_cleared: bool = False) -> Profile:
+        """Profile a step as it is when it has run some times: regions under policies know their ways by then.
+
+        Args:
+            step: runs it; is called several times, and everything it changes is put back in between.
+            is_timed: whether to run it again unwatched, for its time; not where nothing is run.
+            is_cleared: whether it begins without gradients, as after ``zero_grad``.
+        """
+        self._is_cleared = is_cleared and self._restores
+        with self._opened():
+            self._watch(step)
+            if all_notes():
+                for _ in range(_REHEARSALS):
+                    self._rewind()
+                    with self._leaving_optimizers():
+                        step()
+                self._rewind()
+                self._begin()
+                self._watch(step)
+            if is_timed and self._restores:
+                self._plain = self._time(step)
+            self.profile = self._conclude()
+        return self.profile
+
+    def _watch(self, step: Callable[[], object]) -> None:
+        """Run a step under the capture."""
+        self._start()
+        try:
+            step()
+        except BaseException as error:
+            self._capture.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._stop()
 
     def __enter__(self) -> Self:
-        self._states = [(source, source.read()) for source in _generators()]
+        self._leaving = self._opened()
+        self._leaving.__enter__()
         try:
-            self._stack.enter_context(quick_collections())
-            self._rules = describe_rules(self._modules)
-            if self._restores:
-                self._note()
-            self._include()
-            if self._restores and self._is_cuda:
-                self._shadow_optimizers()
-            if self._dry is None and self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
-            self._capture.__enter__()
-        except BaseException:
-            self._put_back()
+            self._start()
+        except BaseException as error:
+            self._leaving.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -124,16 +154,90 @@ class StepProfiler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._capture.__exit__(kind, error, trace)
             if error is None:
-                allocators = self._read_allocator()
-                seconds = self._capture.timer.seconds
-                spans = [None if raw.span is None else seconds(raw.span) for raw in self._capture.calls]
-                self._step_on_fakes()
-                self.profile = self._conclude(spans, allocators)
+                self._stop()
+                self.profile = self._conclude()
+            else:
+                self._capture.__exit__(kind, error, trace)
+        finally:
+            self._leaving.__exit__(kind, error, trace)
+
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a backward pass has run since the capture began."""
+        return self._capture.saw_backward
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """What is changed inside is put back in the end."""
+        self._states = [(source, source.read()) for source in list_generators()]
+        try:
+            self._stack.enter_context(quick_collections())
+            if self._restores:
+                self._note()
+            yield
         finally:
             self._put_back()
             self._let_go()
+
+    def _start(self) -> None:
+        self._rules = describe_rules(self._modules)
+        if self._is_cleared:
+            self._snapshot.clear_gradients()
+        self._include()
+        if self._dry is None and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._shadowing = self._shadow_optimizers() if self._restores and self._is_cuda else ExitStack()
+        self._stack.push(self._shadowing)
+        self._capture.__enter__()
+
+    def _stop(self) -> None:
+        capture = self._capture
+        capture.__exit__(None, None, None)
+        self._shadowing.close()
+        self._allocators = self._read_allocator()
+        self._spans = [None if raw.span is None else capture.timer.read(raw.span) for raw in capture.calls]
+        if self._restores:
+            for module in self._modules:
+                self._snapshot.note_set_up(module)
+        self._step_on_fakes()
+
+    def _time(self, step: Callable[[], object]) -> PlainTimes | None:
+        """Time the step unwatched; a step that cannot be run again is left at what was seen."""
+        try:
+            return time_plainly(
+                step,
+                rewind=self._rewind,
+                device=self._device,
+                apart=self._optimizers if self._is_cuda else (),
+                peak_bytes=max((entry.peak_bytes for entry in self._allocators), default=0),
+            )
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
+            note = f"the step could not be run again ({what}): times are those of a watched step, which takes longer"
+            self._notes.append(note)
+            return None
+
+    def _rewind(self) -> None:
+        """Put everything as it was before the step, to run it once more."""
+        if self._restores:
+            self._snapshot.restore()
+        put_back(self._states)
+        if self._is_cleared:
+            self._snapshot.clear_gradients()
+        if self._dry is not None:
+            self._dry.clear_gradients()
+
+    @contextmanager
+    def _leaving_optimizers(self) -> Iterator[None]:
+        """Let optimisers of a device not step: nothing could put back what they write."""
+        with ExitStack() as stack:
+            if self._restores and self._is_cuda:
+                from recollect._profile.optimizer import without_steps
+
+                for optimizer in self._optimizers:
+                    stack.enter_context(without_steps(optimizer))
+            yield
 
     def _let_go(self) -> None:
         """Hold nothing of the step any more, without waiting for the garbage collector: some of it hangs in circles."""
@@ -145,16 +249,14 @@ class StepProfiler:
         for optimizer in self._optimizers:
             self._snapshot.note_optimizer(optimizer)
 
-    def clear_gradients(self) -> None:
-        """Begin without gradients, as after ``zero_grad``; the old ones come back in the end."""
-        self._snapshot.clear_gradients()
-
-    def _shadow_optimizers(self) -> None:
+    def _shadow_optimizers(self) -> ExitStack:
         """Let the optimisers step on fake tensors: copying what they write to the host takes longer than the step."""
         from recollect._profile.optimizer import with_shadow_steps
 
-        for optimizer in self._optimizers:
-            self._stack.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                stack.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
+            return stack.pop_all()
 
     def _put_back(self) -> None:
         try:
@@ -234,26 +336,26 @@ class StepProfiler:
         )
         return (entry,)
 
-    def _conclude(self, seconds: list[float | None], allocators: tuple[AllocatorEntry, ...]) -> Profile:
+    def _conclude(self) -> Profile:
         capture, known, dry = self._capture, self._known, self._dry
         model = self._memory_model
         entries = list(self._list_modules())
         known.paths = frozenset(entry.path for entry in entries)
         known.blocks = frozenset(self._find_block_paths())
-        parts = assemble(capture, known, seconds)
+        parts = assemble(capture, known, self._spans)
         rules = describe_rules(self._modules)
         self._notes += self._limits(rules)
         names = [*self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
         return Profile(
             storages=parts.storages,
-            calls=tuple(self._estimate(parts.calls, parts.storages)),
+            calls=tuple(cost_calls(parts.calls, parts.storages, self._find_device(), self._plain)),
             saved=parts.saved,
             device=describe_device(self._device) if dry is None else dry.device.name,
             name=self._name,
             clock=capture.timer.clock or Clock.ROOFLINE,
             is_dry=dry is not None,
             rounding_bytes=_CUDA_ROUNDING if self._is_cuda else 1,
-            capacity_bytes=max((entry.total_bytes for entry in allocators), default=0)
+            capacity_bytes=max((entry.total_bytes for entry in self._allocators), default=0)
             if dry is None
             else dry.device.memory_bytes,
             fixed_bytes=0 if model is None else model.fixed_bytes,
@@ -261,25 +363,19 @@ class StepProfiler:
             torch=str(torch.__version__),
             modules=tuple(entries),
             rules=rules,
-            allocators=allocators,
+            allocators=self._allocators,
             notes=(*self._notes, *(() if dry is None else dry.notes)),
         )
 
-    def _estimate(self, calls: Iterable[OpCall], storages: Sequence[Storage]) -> Iterator[OpCall]:
-        """The calls, those that were not run with the time that they would take, where the device is known."""
-        from recollect._profile.dry.roofline import estimate_s, find_device
+    def _find_device(self) -> Device | None:
+        """What is known of the device that calls are estimated for."""
+        from recollect._profile.dry.roofline import find_device
 
-        device = None if self._dry is None else self._dry.device
-        if device is None:
-            with suppress(ValueError):
-                device = find_device(self._device)
-        matmul = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-        for call in calls:
-            if call.seconds is None and device is not None:
-                seconds = estimate_s(call, device, storages, float32_matmul=matmul)
-                yield replace(call, seconds=seconds)
-            else:
-                yield call
+        if self._dry is not None:
+            return self._dry.device
+        with suppress(ValueError):
+            return find_device(self._device)
+        return None
 
     def _limits(self, rules: tuple[RuleEntry, ...]) -> Iterator[str]:
         """What keeps this profile from being that of a usual step, in sentences."""
@@ -314,23 +410,6 @@ class StepProfiler:
                 if id(block) in paths:
                     yield paths[id(block)]
 
-    def _unfold(self, value: Any) -> Iterator[Tensor]:
-        """The tensors behind what hooks made of a saved one; of a region what it holds, when it is first met."""
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield leaf
-            elif isinstance(leaf, Slot):
-                yield from self._unfold_slot(leaf)
-
-    def _unfold_slot(self, slot: Slot) -> Iterator[Tensor]:
-        held = slot.value if slot.value is not None else slot.kept
-        if isinstance(held, Tensor):
-            yield held
-        if id(slot.frame) not in self._frames:
-            self._frames.add(id(slot.frame))
-            for _, value in slot.frame.held_tensors():
-                yield from self._unfold(value)
-
 
 def _memory_model_of(device: torch.device) -> Translation | None:
     """What is known of workspaces and rounding on a device; nothing of the host."""
@@ -339,20 +418,6 @@ def _memory_model_of(device: torch.device) -> Translation | None:
     from recollect._profile.dry.translate import workspaces_on
 
     return workspaces_on(device)
-
-
-@contextmanager
-def quick_collections() -> Iterator[None]:
-    """Let the garbage collector look at young objects only: what a profile notes makes it run more often.
-
-    Measured: up to 0.15 s of a 0.45 s profile, each time that it looks through all of torch.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def region_here() -> str:
@@ -371,25 +436,3 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _is_replica(module: nn.Module) -> bool:
     return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
-
-
-def device_of(modules: Sequence[nn.Module], inputs: Any) -> torch.device:
-    """The device that a step runs on: that of its parameters and inputs; the CPU only if all are there."""
-    tensors = [next(module.parameters(), None) for module in modules] + tree_leaves(inputs)
-    devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def describe_device(device: torch.device) -> str:
-    """What reports call a device that is here."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-
-
-def _generators() -> list[Source]:
-    """All random generators that a step may draw from without being given one."""
-    sources = [source_of_cpu(), *sources_by_request(frozenset({"python", "numpy"}))]
-    found = accelerator()
-    if found is not None and accelerator_started():
-        devices = [torch.device(found[0], index) for index in range(torch.accelerator.device_count())]
-        sources += [source for device in devices if (source := source_of_device(device)) is not None]
-    return sources

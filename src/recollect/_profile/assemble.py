@@ -16,6 +16,7 @@ from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Stor
 from recollect._profile.capture import Capture
 from recollect._profile.raw import RawCall, RawValue
 from recollect._profile.storage_log import BEFORE
+from recollect._profile.timing import Span
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class Assembled:
     saved: tuple[Saved, ...]
 
 
-def assemble(capture: Capture, known: Known, seconds: Sequence[float | None]) -> Assembled:
-    """The calls, storages and saved edges of a captured step; `seconds` are of its first calls, others have none."""
+def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> Assembled:
+    """The calls, storages and saved edges of a captured step; `spans` are of its first calls, others have none."""
     raws = capture.calls
     for raw in raws:
         runs_again = raw.phase is Phase.RECOMPUTATION and (raw.run is not None or not raw.source)
@@ -65,7 +66,7 @@ def assemble(capture: Capture, known: Known, seconds: Sequence[float | None]) ->
     in_head = [at in head or (forward is not None and forward in head) for at, forward in enumerate(forwards)]
     saved = _find_saved(capture, links)
     categories = _categorise(capture, known, saved, in_head)
-    calls = _make_calls(capture, known, forwards, seconds)
+    calls = _make_calls(capture, known, forwards, spans)
     storages = tuple(
         Storage(
             bytes=entry.nbytes,
@@ -185,7 +186,7 @@ def _categorise(capture: Capture, known: Known, saved: Sequence[Saved], in_head:
 
 
 def _make_calls(
-    capture: Capture, known: Known, forwards: Sequence[int | None], seconds: Sequence[float | None]
+    capture: Capture, known: Known, forwards: Sequence[int | None], spans: Sequence[Span | None]
 ) -> tuple[OpCall, ...]:
     counts: Counter[tuple[Phase, str, str]] = Counter()
     entries, values = capture.storages.entries, _Values(capture)
@@ -195,7 +196,7 @@ def _make_calls(
         if known.categories[number] is Category.PARAMETER
     }
     calls: list[OpCall] = []
-    for raw, forward, duration in zip_longest(capture.calls, forwards, seconds):
+    for raw, forward, span in zip_longest(capture.calls, forwards, spans):
         operator, origin = raw.operator, raw if forward is None else capture.calls[forward]
         region = origin.region if raw.phase is not Phase.OPTIMIZER else ""
         nth = counts[raw.phase, region, operator.name]
@@ -217,7 +218,9 @@ def _make_calls(
                 call=nth,
                 source=origin.source or raw.source,
                 flops=raw.flops,
-                seconds=duration,
+                seconds=None if span is None else span.device_s,
+                device_s=None if span is None else span.device_s,
+                host_s=None if span is None else span.host_s,
                 workspace_bytes=raw.workspace_bytes,
                 is_random=operator.is_random,
                 is_routing=operator.is_routing,

@@ -43,8 +43,8 @@ _PROGRESS_EVERY = 256
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _NONE: tuple[Tensor, ...] = ()
 
-Unfold = Callable[[Any], Iterable[Tensor]]
-"""The tensors behind what saved-tensor hooks made of one; how regions hold theirs is not known here."""
+Unfold = Callable[[Held], Iterable[Tensor]]
+"""The tensors behind a saved one, which hooks may have packed; how regions hold theirs is not known here."""
 
 Workspace = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], int]
 """Bytes that an operator takes and gives back while it runs, from its arguments and result."""
@@ -107,6 +107,11 @@ class Capture(DispatchMode):
         self._walked: set[int] = set()
         self._leaves: dict[int, ref[Tensor]] = {}
         self._leaving = ExitStack()
+
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a backward pass ran."""
+        return bool(self._passes)
 
     def include(self, tensor: Tensor) -> list[int]:
         """Count a tensor that is there before the step; gives the numbers of its storages."""
@@ -312,7 +317,7 @@ class Capture(DispatchMode):
         self._note_gradients()
 
     def _note_held(self, sequence: int, held: Held) -> None:
-        tensors = [held.value] if isinstance(held.value, Tensor) else self._unfold(held.value)
+        tensors = [held.value] if isinstance(held.value, Tensor) else self._unfold(held)
         for tensor in tensors:
             for number in self._numbers(tensor):
                 self.saved.append(RawSaved(sequence, number))

@@ -13,6 +13,12 @@ class Contents:
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[Any, Any]] = {}
+        self._grown: dict[int, tuple[Any, Any]] = {}
+
+    def note_lost(self, container: Any) -> None:
+        """Keep what a dict or set has now, to give back what it loses or exchanges; what is added stays."""
+        if isinstance(container, (dict, set)) and id(container) not in self._grown:
+            self._grown[id(container)] = (container, container.copy())
 
     def note(self, container: Any, *, depth: int = 0) -> None:
         """Keep what a container has now, and what the containers in it have, to a depth; the first time counts."""
@@ -31,6 +37,12 @@ class Contents:
         """Put back what is no longer so."""
         for container, before in self._noted.values():
             _refill(container, before)
+        for container, before in self._grown.values():
+            if isinstance(container, set):
+                container.update(before)
+            else:
+                added = {key: value for key, value in container.items() if key not in before}
+                _refill(container, {**before, **added})
 
 
 def _refill(container: Any, before: Any) -> None:

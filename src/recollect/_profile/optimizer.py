@@ -192,6 +192,24 @@ def with_shadow_steps(
         attributes.update(before)
 
 
+@contextmanager
+def without_steps(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Let an optimiser not step, unless it is given a closure."""
+    attributes = vars(optimizer)
+    before = {name: attributes[name] for name in ("step",) if name in attributes}
+    step = optimizer.step
+
+    def do_not_step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        return None if closure is None else step(closure, **options)
+
+    attributes["step"] = do_not_step
+    try:
+        yield
+    finally:
+        attributes.pop("step", None)
+        attributes.update(before)
+
+
 def _try_step(optimizer: torch.optim.Optimizer) -> Exception | None:
     """Step, to make the state; gives what was raised, if anything was."""
     try:

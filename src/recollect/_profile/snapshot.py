@@ -2,8 +2,9 @@
 
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
 copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
-step that gives them other memory (``p.data = ...``) keeps the old one alive. Not seen: writes past the operators
-(through ``numpy`` or raw pointers), and Python objects other than the tables of modules and optimisers.
+step that gives them other memory (``p.data = ...``) keeps the old one alive. What a first forward sets up (hooks,
+buffers that were not there) stays set up, once: models know by flags of their own that they have done so. Not seen:
+writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these tables.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from recollect._core.torch_private.versions import set_version, version_of
 from recollect._profile.contents import Contents
 from recollect._profile.storages import Found, storages_of
 
-_TABLES = (
-    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
@@ -40,10 +41,10 @@ class Snapshot:
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def note_module(self, module: nn.Module) -> None:
-        """Keep which tensors, parts and hooks a module has, the gradients and flags."""
+        """Keep which tensors and parts a module has, the gradients and flags."""
         for part in module.modules():
             for name in _TABLES:
-                self._contents.note(vars(part).get(name))
+                self._contents.note_lost(vars(part).get(name))
             self._modes.append((part, part.training))
         for tensor in (*module.parameters(), *module.buffers()):
             self._memory.setdefault(id(tensor), _Memory(tensor))
@@ -57,6 +58,12 @@ class Snapshot:
                 if device.type not in ("cpu", "meta") and storage.nbytes() <= _SMALL
             )
 
+    def note_set_up(self, module: nn.Module) -> None:
+        """The step has run once: hooks that it has set up, or taken away, stay so, whatever it does when run again."""
+        for part in module.modules():
+            for name in _HOOKS:
+                self._contents.note(vars(part).get(name))
+
     def note_leaf(self, leaf: Tensor) -> None:
         """Keep the gradient that a tensor has now; the first time counts. The tensor itself is not held."""
         known = self._gradients.get(id(leaf))
@@ -65,6 +72,7 @@ class Snapshot:
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimiser's state and settings; the first time counts."""
+        self._contents.note(vars(optimizer))
         self._contents.note(optimizer.state, depth=_DEEPEST)
         self._contents.note(optimizer.param_groups, depth=_DEEPEST)
         for group in optimizer.param_groups:

@@ -7,7 +7,9 @@ cannot hold what was learned. It holds the functions weakly; what it holds of a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -114,7 +116,29 @@ class Notes:
 
 
 _MOST_NOTES = 4096
-_noted: WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Notes]] = WeakKeyDictionary()
+_Table = WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Notes]]
+_noted: _Table = WeakKeyDictionary()
+_apart: ContextVar[_Table | None] = ContextVar("recollect_notes_apart", default=None)
+
+
+@contextmanager
+def notes_apart() -> Generator[None]:
+    """Inside, regions called on this thread know nothing of calls before, and what they learn is gone afterwards."""
+    token = _apart.set(WeakKeyDictionary())
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def are_apart() -> bool:
+    """Whether `notes_apart` is entered here."""
+    return _apart.get() is not None
+
+
+def _table() -> _Table:
+    apart = _apart.get()
+    return _noted if apart is None else apart
 
 
 def _subject(fn: Callable[..., Any]) -> Any:
@@ -130,7 +154,7 @@ def _subject(fn: Callable[..., Any]) -> Any:
 
 def find_notes(name: str, fn: Callable[..., Any], policy: Policy, roots: list[nn.Module]) -> Notes:
     """What is known of a function under a policy; new notes where nothing is."""
-    table = _noted.setdefault(_subject(fn), {})
+    table = _table().setdefault(_subject(fn), {})
     # By identity first: a policy of many parts takes some microseconds to hash. By the modules too: closures made at
     # each call share their code, not what they close over.
     owners = tuple(map(id, roots))
@@ -147,15 +171,16 @@ def find_notes(name: str, fn: Callable[..., Any], policy: Policy, roots: list[nn
 
 def notes_of(fn: Callable[..., Any]) -> list[Notes]:
     """All that is known of a function, under any policy."""
-    found = _noted.get(_subject(fn), {})
+    found = _table().get(_subject(fn), {})
     return list(dict.fromkeys(found.values()))
 
 
 def all_notes() -> list[Notes]:
     """All that is known of all functions that are alive, under any policy."""
     found: dict[Notes, None] = {}
-    for weak in _noted.keyrefs():  # a copy, made at once: other threads may be adding to the table
+    noted = _table()
+    for weak in noted.keyrefs():  # a copy, made at once: other threads may be adding to the table
         subject = weak()
         if subject is not None:
-            found.update(dict.fromkeys(list(_noted.get(subject, {}).values())))
+            found.update(dict.fromkeys(list(noted.get(subject, {}).values())))
     return list(found)

@@ -15,7 +15,7 @@ from recollect._recompute.frame import Frame, Options
 from recollect._recompute.region import Region
 from recollect._recompute.search import find_modules
 from recollect._selective.frame import SelectiveFrame
-from recollect._selective.notes import Notes, find_notes
+from recollect._selective.notes import Notes, are_apart, find_notes
 
 __recollect_role__ = Role.REGION
 
@@ -54,6 +54,8 @@ class SelectiveRegion(Region):
 
     def _find_notes(self) -> Notes:
         roots, _ = find_modules(self.fn, ())
+        if are_apart():
+            return find_notes(self.name, self.fn, self.policy, roots)
         notes = self._notes
         if notes is not None and notes.is_about(roots):
             return notes

@@ -182,7 +182,7 @@ def test_a_step_that_decides_by_its_data_is_told_so(decide: Callable[[Tensor], A
     with pytest.raises(ValueError) as caught, dry_step([model], torch.ones(2, 4), device=device) as dry:  # noqa: PT011
         model(dry.values)
     said = str(caught.value)
-    assert said.startswith(f"{op} in 1 (test_dry.py:")
+    assert said.startswith(f"{op} in 1 (test_step.py:")
     assert said.endswith(
         ") needs the values of a tensor, and in a dry profile tensors have none. The step decides by its data "
         "(.item(), .tolist(), nonzero, a mask as index, `if` on a tensor). Profile a real step: dry=False"
@@ -191,7 +191,7 @@ def test_a_step_that_decides_by_its_data_is_told_so(decide: Callable[[Tensor], A
 
 def test_numpy_and_conversions_are_told_what_they_are() -> None:
     layer = nn.Linear(2, 2)
-    expected = r"^\(test_dry\.py:\d+\) said '\.numpy\(\) is not supported.*dry=False$"
+    expected = r"^\(test_step\.py:\d+\) said '\.numpy\(\) is not supported.*dry=False$"
     with pytest.raises(ValueError, match=expected), dry_step([layer], torch.ones(2), device=CPU) as dry:
         dry.values.numpy()
     expected = r"said '.*Couldn't swap Linear\.(weight|bias)': .*modules cannot be converted\. Convert"

@@ -23,6 +23,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 
 _RAW = "_raw_saved_"
 _FREED = "already been freed"  # in the error of every access to what a backward pass has released
+_PYTHON_NODE = torch.autograd.function.BackwardCFunction  # what every node of a custom Function is made from
 # `CppFunction` is every C++ node without a Python class of its own; `CopySlices` wraps the node of an in-place
 # operator on a view.
 _OPAQUE = frozenset({"CppFunction", "CopySlices"})
@@ -70,9 +71,14 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-@functools.cache
-def _raw_names(kind: Any) -> tuple[str, ...]:
+@functools.cache  # of C++ nodes, of which torch has a fixed number; holds no class of a user's
+def _raw_names_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(_RAW))
+
+
+def _raw_names(kind: Any) -> tuple[str, ...]:
+    is_users = issubclass(kind, _PYTHON_NODE)  # all of these save in the same way
+    return _raw_names_of(_PYTHON_NODE if is_users else kind)
 
 
 def read_node(node: Any) -> NodeContents:

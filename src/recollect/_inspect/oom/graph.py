@@ -14,10 +14,8 @@ from recollect._apply.forwards import is_called
 from recollect._apply.targets import find_targets
 from recollect._core.torch_private.engine import sequence_of
 from recollect._core.torch_private.graph import NodeContents, leaf_of, read_node
-from recollect._core.torch_private.pytree import tree_leaves
+from recollect._inspect.packed import Packed
 from recollect._profile.tracks import Spans, Spot
-from recollect._recompute.frame import Frame
-from recollect._recompute.slots import Slot
 
 _MOST_VOTES = 50
 _COMPILED = "CompiledFunction"
@@ -49,7 +47,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.forgotten = self.compiled = 0
         self.opaque: Counter[str] = Counter()
-        self._frames: set[Frame] = set()
+        self._packed = Packed()
         for part in _parts(_roots(tensors)):
             made_by = thread_of(part, spans)
             for node in part:
@@ -73,29 +71,12 @@ class Graph:
         return found
 
     def held(self, node: Node) -> Iterator[Tensor]:
-        """What a node keeps alive, the frame of its region included. A frame counts for the first node that has it."""
+        """What a node keeps alive, and what its region does, which counts for the first node that has it."""
         for held in node.contents.held:
-            for leaf in tree_leaves(held.value):
-                if isinstance(leaf, Tensor):
-                    yield leaf
-                elif isinstance(leaf, Slot):
-                    yield from self._held_by_slot(leaf)
-
-    def _held_by_slot(self, slot: Slot) -> Iterator[Tensor]:
-        frame = slot.frame
-        if frame not in self._frames:
-            self._frames.add(frame)
-            for _, value in frame.held_tensors():
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor):
-                        yield leaf
-                    elif isinstance(leaf, Slot) and leaf is not slot:
-                        yield from self._held_by_slot(leaf)
-        value = slot.value if slot.value is not None else slot.kept
-        if isinstance(value, Tensor):
-            yield value
-        elif frame.inputs is not None:
-            self.forgotten += 1
+            for part in self._packed.parts(held):
+                self.forgotten += part.is_forgotten
+                if part.tensor is not None:
+                    yield part.tensor
 
 
 def _roots(tensors: Iterable[Tensor]) -> dict[Any, None]:

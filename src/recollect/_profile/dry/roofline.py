@@ -196,6 +196,13 @@ def estimate_s(
     return device.launch_s + max(call.flops / (peak * reached), moved / bandwidth)
 
 
+def estimate_host_s(call: OpCall, device: Device) -> float | None:
+    """How long the host takes to come to a call and to launch it; None where it runs the call itself."""
+    if not device.is_cuda:
+        return None
+    return device.launch_s
+
+
 def _dtype_of(call: OpCall, float32_matmul: str) -> str:
     found = next(
         (value.dtype for value in call.inputs if "float" in value.dtype or "complex" in value.dtype), "float32"

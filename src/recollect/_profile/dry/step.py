@@ -52,9 +52,23 @@ class DryStep:
         notes: what was assumed, in sentences; to be read after the step.
     """
 
-    def __init__(self, values: Any, device: Device, translation: Translation | None, notes: list[str]) -> None:
+    def __init__(
+        self,
+        values: Any,
+        device: Device,
+        *,
+        modules: Sequence[nn.Module] = (),
+        translation: Translation | None = None,
+        notes: list[str] | None = None,
+    ) -> None:
         self.values, self.device = values, device
-        self._translation, self._notes = translation, notes
+        self._modules, self._translation = modules, translation
+        self._notes: list[str] = [] if notes is None else notes
+
+    def clear_gradients(self) -> None:
+        """Let the modules' parameters have no gradients, as at the start."""
+        for module in self._modules:
+            module.zero_grad(set_to_none=True)
 
     @property
     def fixed_bytes(self) -> int:
@@ -125,7 +139,7 @@ def dry_step(
             faked = with_fake_parameters(optimizer, fakes.of, on_cuda=device.is_cuda, note=notes.append)
             stack.enter_context(faked)
         translation = stack.enter_context(translated(device)) if device.is_cuda else None
-        yield DryStep(given, device, translation, notes)
+        yield DryStep(given, device, modules=modules, translation=translation, notes=notes)
 
 
 def _leave_compiled_code_as_written(stack: ExitStack) -> None:

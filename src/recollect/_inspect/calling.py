@@ -1,0 +1,146 @@
+"""What to call for one step of what the user gives, and where its loss is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.authors import Role
+from recollect._core.torch_private.pytree import tree_leaves
+
+__recollect_role__ = Role.RUNNER
+
+_LIGHTNING = ("lightning", "pytorch_lightning")
+
+
+class Watching(Protocol):
+    """Knows whether the step has run backward itself."""
+
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a backward pass has run so far."""
+
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """A function that the user gives to run a step."""
+
+    function: Callable[..., Any]
+
+    def bind(self, watching: Watching, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """What runs the step, and its backward if it returns a loss and has not run it.
+
+        The first run decides that: only then does anybody watch.
+        """
+        runs_backward: bool | None = None
+
+        def run() -> None:
+            nonlocal runs_backward
+            result = self.function(*inputs, **kwargs)
+            loss = find_returned_loss(result)
+            if runs_backward is None:
+                runs_backward = loss is not None and not watching.saw_backward
+            if runs_backward and loss is not None:
+                del result
+                loss.backward()
+
+        return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A model, and how its loss is made."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    loss: Callable[[Any], Tensor] | None
+
+    def bind(self, watching: Watching, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """What runs forward and backward."""
+        del watching
+
+        def run() -> None:
+            with torch.enable_grad():
+                output = self.forward(*inputs, **kwargs)
+                value = loss_in(output) if self.loss is None else self.loss(output)
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                raise ValueError(_explain_no_loss(self.model, output, value))
+            value.backward() if value.dim() == 0 else value.sum().backward()
+
+        return run
+
+
+def find_call(
+    step_or_model: Callable[..., Any], inputs: tuple[Any, ...], loss: Callable[[Any], Tensor] | None
+) -> StepCall | ModelCall:
+    """What is to be called for a step."""
+    if not isinstance(step_or_model, nn.Module):
+        return StepCall(function=step_or_model)
+    forward: Callable[..., Any] = step_or_model
+    if not has_forward(step_or_model) and callable(step := getattr(step_or_model, "training_step", None)):
+        forward = _with_index(step, inputs)
+    return ModelCall(model=step_or_model, forward=forward, loss=loss)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module's class has a forward of its own, neither torch's placeholder nor Lightning's.
+
+    >>> has_forward(nn.Linear(1, 1)), has_forward(nn.ModuleList())
+    (True, False)
+    """
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    return "forward" in vars(module) or (owner is not nn.Module and owner.__module__.split(".")[0] not in _LIGHTNING)
+
+
+def _with_index(step: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
+    """A ``training_step(batch, batch_idx)`` that may be called with the batch alone."""
+    try:
+        inspect.signature(step).bind(*inputs)
+    except TypeError:
+        return lambda *args, **kwargs: step(*args, 0, **kwargs)
+    return step
+
+
+def find_returned_loss(result: Any) -> Tensor | None:
+    """The loss that a step returns: a number with a graph, alone, as ``loss``, or first among others."""
+    if isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    held = _held_loss(result)
+    found = result if held is None else held
+    if isinstance(found, Tensor) and found.requires_grad and found.numel() == 1 and found.grad_fn is not None:
+        return found
+    return None
+
+
+def _held_loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss that a model's output is or holds, or the sum of its tensors."""
+    held = _held_loss(output)
+    if isinstance(held, Tensor):
+        return held
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if tensors and tensors[0].dim() == 0 and not tensors[0].is_complex():
+        return tensors[0]
+    sums = [(torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum() for tensor in tensors]
+    return sum(sums[1:], sums[0]) if sums else None
+
+
+def _explain_no_loss(model: nn.Module, output: Any, value: Any) -> str:
+    what = type(model).__name__
+    if value is None:
+        return (
+            f"no loss can be made of what {what} gives ({type(output).__name__}): no tensor in it requires grad. Give "
+            "`loss=`, a function from the output to the loss; or unfreeze what is to be trained"
+        )
+    return f"loss= gave {type(value).__name__}, which has no graph behind it: expected a tensor that requires grad"

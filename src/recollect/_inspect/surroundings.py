@@ -1,0 +1,59 @@
+"""What a step runs in: its device, its random generators, the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.torch_private.pytree import tree_leaves
+from recollect._recompute.rng import (
+    Source,
+    accelerator,
+    accelerator_started,
+    source_of_cpu,
+    source_of_device,
+    sources_by_request,
+)
+
+_NEVER = 10**9
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Let the garbage collector look at young objects only: what a profile notes makes it run more often.
+
+    Measured: up to 0.15 s of a 0.45 s profile, each time that it looks through all of torch.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def device_of(modules: Sequence[nn.Module], inputs: Any) -> torch.device:
+    """The device that a step runs on: that of its parameters and inputs; the CPU only if all are there."""
+    tensors = [next(module.parameters(), None) for module in modules] + tree_leaves(inputs)
+    devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def describe_device(device: torch.device) -> str:
+    """What reports call a device that is here."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def list_generators() -> list[Source]:
+    """All random generators that a step may draw from without being given one."""
+    sources = [source_of_cpu(), *sources_by_request(frozenset({"python", "numpy"}))]
+    found = accelerator()
+    if found is not None and accelerator_started():
+        devices = [torch.device(found[0], index) for index in range(torch.accelerator.device_count())]
+        sources += [source for device in devices if (source := source_of_device(device)) is not None]
+    return sources
