@@ -11,7 +11,9 @@ from recollect._core.errors import (
     CheckpointError,
     CompileError,
     MismatchError,
+    OffloadError,
     RecollectError,
+    TierFullError,
     TransformError,
 )
 from recollect._core.plans import Choice, Plan
@@ -22,6 +24,9 @@ from recollect._inspect.oom.watch import OomReport, on_oom
 from recollect._inspect.profile import profile
 from recollect._inspect.report import report
 from recollect._inspect.saved import print_saved
+from recollect._offload.accounts import OffloadReport
+from recollect._offload.offload import Offload, offload
+from recollect._offload.tiers import Tier
 from recollect._recompute.ambient import register_ambient
 from recollect._recompute.graph_rng import graph_rng
 from recollect._recompute.module_state import register_state
@@ -36,11 +41,16 @@ __all__ = [
     "CompileError",
     "Decision",
     "MismatchError",
+    "Offload",
+    "OffloadError",
+    "OffloadReport",
     "OomReport",
     "Plan",
     "Profile",
     "RecollectError",
     "Site",
+    "Tier",
+    "TierFullError",
     "TransformError",
     "ValueCheck",
     "apply",
@@ -50,6 +60,7 @@ __all__ = [
     "graph_rng",
     "is_recomputing",
     "name",
+    "offload",
     "on_oom",
     "partitioner",
     "policies",

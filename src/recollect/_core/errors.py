@@ -8,6 +8,8 @@
     │   └── ChangedInputError               something it reads was changed in place since forward
     ├── TransformError (RuntimeError)       a torch.func transform tracks a tensor that the region cannot see
     ├── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
+    ├── OffloadError (RuntimeError)         a value that was sent away cannot be had back as it was
+    │   └── TierFullError                   a tier has no room: the value stays where it is
     └── CompileError (RuntimeError)         this torch has not what regions in compiled code need
 
 Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch has too raise its ``RuntimeError``.
@@ -38,6 +40,14 @@ class TransformError(RecollectError, RuntimeError):
 
 class CaptureError(RecollectError, RuntimeError):
     """A region draws random numbers inside a CUDA-graph capture that was not prepared for it."""
+
+
+class OffloadError(RecollectError, RuntimeError):
+    """A value that was sent to host memory or disk could not be sent, or cannot be had back as it was."""
+
+
+class TierFullError(OffloadError):
+    """A tier has no room for a value, which then stays where it is or goes to the next tier; for tiers to raise."""
 
 
 class CompileError(RecollectError, RuntimeError):

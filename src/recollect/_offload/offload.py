@@ -1,0 +1,226 @@
+"""`recollect.offload`: a context in which what is saved for backward lives elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from recollect._core.units import parse_bytes
+from recollect._offload.accounts import Accounts, OffloadReport
+from recollect._offload.compression import Compression
+from recollect._offload.session import Session, SessionOptions
+from recollect._offload.tiers import Tier, shared_hosts
+from recollect._offload.transfers import Transfers
+
+if TYPE_CHECKING:
+    from recollect._offload.disk import DiskTier
+
+TierLike = str | Tier | Sequence[str | Tier]
+"""``"host"``, ``"disk"``, an object of one's own, or ``("host", "disk")``: the second where the first is full."""
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+_MIN_BYTES = 2**16
+_IN_FLIGHT = 2**30
+
+
+class Offload:
+    """Where saved values go while it is in force, and what became of them; made by `recollect.offload`.
+
+    A context manager that can be entered any number of times, one step after the other. It learns: from the first
+    steps, when forward makes each value and when backward needs it; after that it fetches ahead of time.
+
+    Attributes:
+        tier: in words, where values go.
+        hooks: the pair that does it, as `torch.autograd.graph.saved_tensors_hooks` takes it.
+    """
+
+    __slots__ = ("_session", "hooks")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.hooks: Hooks = (session.pack, session.unpack)
+
+    @property
+    def tier(self) -> str:
+        """In words, where values go."""
+        return self._session.tier
+
+    def __enter__(self) -> Self:
+        """What is saved for backward from here on is sent away."""
+        self._session.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
+
+    def settle(self) -> None:
+        """For those who call `hooks` themselves: forward is over, so what was packed may leave."""
+        self._session.settle()
+
+    def report(self) -> OffloadReport:
+        """Bytes out and back in a step, the share of the copies that was hidden, and how long the step waits."""
+        return self._session.report()
+
+    def __repr__(self) -> str:
+        return f"<{self.report()}>"
+
+
+def offload(
+    tier: TierLike = "host",
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    min_bytes: int | str = _MIN_BYTES,
+    limit: int | str | None = None,
+    in_flight: int | str = _IN_FLIGHT,
+    wait: bool = True,
+    compress: str | None = None,
+) -> Offload:
+    """Keep what is saved for backward in host memory or on disk, and have it back when backward needs it.
+
+    Put it around forward, or any part of it. Gradients are those of plain training. Copies run beside the computation.
+    The first steps are watched; from then on each value is fetched so that it arrives just before it is used. Values
+    that are needed at once stay; so do parameters, leaves, buffers and inputs.
+
+    Called again at the same place, as in a training loop, it goes on with what it learnt there.
+
+    Args:
+        tier: ``"host"``: pinned memory. ``"disk"``: a file, removed at the end. ``("host", "disk")``: to disk what
+            finds no room in host memory. Or an object with the methods of `recollect.Tier`.
+        directory: of the file; None for a private one among the temporary files.
+        min_bytes: smaller values stay.
+        limit: most bytes on the tier (of several, on the first); what finds no room stays, after a warning.
+        in_flight: most bytes on their way at a time, out or back. They are on the device meanwhile.
+        wait: whether the step may wait for the link. True sends everything, at the link's pace. False sends only what
+            the link can carry away while forward computes: the step takes no longer.
+        compress: ``"bf16"`` or ``"fp8"`` rounds float32 values on their way. None loses nothing: masks travel as bits.
+
+    Returns:
+        A context manager, whose `report()` tells what it did.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+        TypeError: the tier is none.
+
+    >>> import torch, recollect
+    >>> net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    >>> x = torch.ones(256, 8)
+    >>> with recollect.offload(tier="disk", min_bytes="1KiB") as away:
+    ...     loss = net(x).sum()
+    >>> loss.backward()
+    >>> away.report().out_bytes
+    65536
+    """
+    options = _read_options(tier, directory, min_bytes, limit, in_flight, wait, compress)
+    frame = sys._getframe(1)  # noqa: SLF001
+    sessions = _places.sessions.setdefault(frame.f_code, {})
+    key = (frame.f_lasti, options)
+    if key not in sessions:
+        sessions[key] = make_session(*options)
+    return Offload(sessions[key])
+
+
+def make_offload(tier: TierLike = "host", *, min_bytes: int | str = _MIN_BYTES, copies_host: bool = False) -> Offload:
+    """One that belongs to its holder, and to no place in a program.
+
+    Args:
+        tier: as of `offload`.
+        min_bytes: as of `offload`.
+        copies_host: whether values that are in host memory already are copied there, in place of staying.
+    """
+    session = make_session(*_read_options(tier, None, min_bytes, None, _IN_FLIGHT, True, None))  # noqa: FBT003
+    session.transfers.copies_host = copies_host
+    return Offload(session)
+
+
+class _Places(threading.local):
+    """The sessions of each place in this thread's program that offloads: a training loop comes back there each step.
+
+    They hold what was learnt, and no value. They go with the code, or with the thread.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: WeakKeyDictionary[CodeType, dict[Any, Session]] = WeakKeyDictionary()
+
+
+_places = _Places()
+
+_Options = tuple[tuple[str | Tier, ...], str | None, int, int | None, int, bool, str | None]
+
+
+def _read_options(  # noqa: PLR0917
+    tier: TierLike,
+    directory: str | os.PathLike[str] | None,
+    min_bytes: int | str,
+    limit: int | str | None,
+    in_flight: int | str,
+    wait: bool,  # noqa: FBT001
+    compress: str | None,
+) -> _Options:
+    tiers = (tier,) if isinstance(tier, (str, Tier)) else tuple(tier) if isinstance(tier, (tuple, list)) else None
+    if not tiers or not all(
+        one in ("host", "disk") if isinstance(one, str) else isinstance(one, Tier) for one in tiers
+    ):
+        message = (
+            f"tier={tier!r}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the methods "
+            "write, read, free and close"
+        )
+        raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
+    if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004
+        message = f"tier={tier!r}: a chain is of two tiers, 'host' and what is behind it, as ('host', 'disk')"
+        raise ValueError(message)
+    if directory is not None and "disk" not in tiers:
+        message = f"directory={os.fspath(directory)!r} is of the disk tier, and tier={tier!r}. Pass tier='disk'"
+        raise ValueError(message)
+    if not isinstance(wait, bool):
+        message = f"wait={wait!r}: expected True or False"
+        raise ValueError(message)  # noqa: TRY004 (as for every other option)
+    Compression(compress)
+    most = None if limit is None else parse_bytes(limit)
+    folder = None if directory is None else str(Path(directory).resolve())
+    return tiers, folder, parse_bytes(min_bytes), most, max(parse_bytes(in_flight), 1), wait, compress
+
+
+def make_session(  # noqa: PLR0917
+    tiers: tuple[str | Tier, ...],
+    directory: str | None,
+    min_bytes: int,
+    limit: int | None,
+    in_flight: int,
+    wait: bool,  # noqa: FBT001
+    compress: str | None,
+) -> Session:
+    """A session with its tiers."""
+    host = shared_hosts.get(limit) if tiers[0] == "host" else None
+    last = tiers[-1]
+    slow: Tier | None = None
+    if last == "disk":
+        slow = _make_disk(directory, limit if host is None else None)
+    elif not isinstance(last, str):
+        slow = last
+    transfers = Transfers(
+        host=host,
+        slow=slow,
+        staging=shared_hosts.get(None),
+        in_flight=in_flight,
+        accounts=Accounts(measures=False),
+    )
+    names = " then ".join(one if isinstance(one, str) else one.name for one in tiers)
+    options = SessionOptions(min_bytes=min_bytes, in_flight=in_flight, waits=wait, compression=Compression(compress))
+    return Session(names, options, transfers)
+
+
+def _make_disk(directory: str | None, limit: int | None) -> DiskTier:
+    from recollect._offload.disk import DiskTier
+
+    return DiskTier(directory, limit)

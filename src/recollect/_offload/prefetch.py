@@ -1,0 +1,170 @@
+"""When to send, let go and fetch each value of a step, by the times at which an earlier step made and used them.
+
+No torch here: plain numbers. A value is worth sending if it can be gone and back between its making and its use; the
+first layers' values have the longest time for it, the last ones' none. The link carries one value at a time in each
+direction. See docs/design/offload.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+LINK_SHARE = 0.92
+"""Of forward, in which all that is sent without waiting must be gone: copies beside kernels are slower at times."""
+
+_SLACK = 0.03  # of backward's time: how much earlier a value is to be back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenValue:
+    """What an earlier step saw of one value.
+
+    Attributes:
+        bytes: that travel.
+        made_s: when it was saved, on a clock that stops while the step waits for copies.
+        used_s: when backward first asked for it; None if it never did.
+        is_held: whether somebody else held it all the time, so that sending it away freed nothing.
+    """
+
+    bytes: int
+    made_s: float
+    used_s: float | None
+    is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """How many bytes pass in a second, out and back."""
+
+    out: float
+    back: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timetable:
+    """What a step is to do. Values are numbered in the order in which they are saved.
+
+    Attributes:
+        sends: whether each is sent at all.
+        releases: for each number, the values whose memory is let go when that value has been saved.
+        order: the values that are sent, in the order in which backward uses them.
+        fetches: for each value used, those whose way back begins then; under -1 those that begin with backward.
+        sent_bytes: of all that are sent.
+    """
+
+    sends: tuple[bool, ...]
+    releases: dict[int, list[int]] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+    fetches: dict[int, list[int]] = field(default_factory=dict)
+    sent_bytes: int = 0
+
+
+def make_timetable(
+    values: Sequence[SeenValue], speeds: Speeds, *, in_flight: int, waits: bool, most_bytes: int | None = None
+) -> Timetable:
+    """Choose what is sent, and when everything begins.
+
+    Args:
+        values: of an earlier step, in the order in which they were saved.
+        speeds: of the link.
+        in_flight: most bytes on their way out at a time, if the step may wait.
+        waits: whether the step may wait for copies. If not, only what the link can carry beside forward is sent.
+        most_bytes: that may be sent in all.
+
+    >>> first = SeenValue(bytes=100, made_s=0.0, used_s=10.0)
+    >>> last = SeenValue(bytes=100, made_s=4.9, used_s=5.1)
+    >>> table = make_timetable([first, last], Speeds(out=100.0, back=100.0), in_flight=100, waits=False)
+    >>> table.sends, table.releases, table.fetches
+    ((True, False), {1: [0]}, {1: [0]})
+    """
+    if waits:
+        gone_s, delay_s = _send_waiting(values, speeds, in_flight, most_bytes)
+    else:
+        gone_s, delay_s = _send_hidden(values, speeds, most_bytes), [0.0] * len(values)
+    late_s = delay_s[-1] if delay_s else 0.0
+    fetches, order = _plan_fetches(values, speeds, gone_s, late_s)
+    releases: dict[int, list[int]] = {}
+    made_s = [value.made_s + delay for value, delay in zip(values, delay_s, strict=True)]
+    for number, when_s in gone_s.items():
+        at = min(max(bisect.bisect_left(made_s, when_s), number), len(values) - 1)
+        releases.setdefault(at, []).append(number)
+    return Timetable(
+        sends=tuple(number in gone_s for number in range(len(values))),
+        releases=releases,
+        order=order,
+        fetches=fetches,
+        sent_bytes=sum(values[number].bytes for number in gone_s),
+    )
+
+
+def _send_hidden(values: Sequence[SeenValue], speeds: Speeds, most_bytes: int | None) -> dict[int, float]:
+    """The values that the link can carry away beside forward, and when each is gone."""
+    if not values:
+        return {}
+    first_s, last_s = values[0].made_s, values[-1].made_s
+    deadline_s = first_s + LINK_SHARE * (last_s - first_s)
+    gone_s: dict[int, float] = {}
+    free_s, sent = first_s, 0
+    for number, value in enumerate(values):
+        end_s = max(free_s, value.made_s) + value.bytes / speeds.out
+        returns_s = end_s + value.bytes / speeds.back
+        fits = most_bytes is None or sent + value.bytes <= most_bytes
+        is_back = value.used_s is None or returns_s < value.used_s
+        if not value.is_held and fits and end_s <= deadline_s and is_back:
+            gone_s[number], free_s, sent = end_s, end_s, sent + value.bytes
+    return gone_s
+
+
+def _send_waiting(
+    values: Sequence[SeenValue], speeds: Speeds, in_flight: int, most_bytes: int | None
+) -> tuple[dict[int, float], list[float]]:
+    """All values whose use leaves time to be gone and back, when each is gone, and how late each one is made."""
+    gone_s: dict[int, float] = {}
+    delay_s: list[float] = []
+    free_s, late_s, flying, sent = float("-inf"), 0.0, 0, 0
+    leaving: deque[int] = deque()
+    for number, value in enumerate(values):
+        if not value.is_held and (most_bytes is None or sent + value.bytes <= most_bytes):
+            now_s = value.made_s + late_s
+            free_s = gone_s[number] = max(free_s, now_s) + value.bytes / speeds.out
+            leaving.append(number)
+            flying, sent = flying + value.bytes, sent + value.bytes
+            while leaving and gone_s[leaving[0]] <= now_s:
+                flying -= values[leaving.popleft()].bytes
+            while flying > in_flight and len(leaving) > 1:
+                oldest = leaving.popleft()
+                late_s += max(gone_s[oldest] - (value.made_s + late_s), 0.0)
+                flying -= values[oldest].bytes
+        delay_s.append(late_s)
+    for number in list(gone_s):
+        value = values[number]
+        if value.used_s is not None and gone_s[number] + value.bytes / speeds.back >= value.used_s + late_s:
+            del gone_s[number]
+    return gone_s, delay_s
+
+
+def _plan_fetches(
+    values: Sequence[SeenValue], speeds: Speeds, gone_s: dict[int, float], late_s: float
+) -> tuple[dict[int, list[int]], tuple[int, ...]]:
+    """At whose use each value's way back begins: as late as it can, all that must come before others' included."""
+    uses = sorted((value.used_s + late_s, number) for number, value in enumerate(values) if value.used_s is not None)
+    if not uses:
+        return {}, ()
+    times_s = [used_s for used_s, _ in uses]
+    slack_s = _SLACK * (times_s[-1] - times_s[0])
+    order = [number for _, number in uses if number in gone_s]
+    fetches: dict[int, list[int]] = {}
+    next_s = float("inf")
+    for used_s, number in reversed(uses):
+        if number not in gone_s:
+            continue
+        next_s = min(used_s - slack_s, next_s) - values[number].bytes / speeds.back
+        at = bisect.bisect_right(times_s, max(next_s, gone_s[number])) - 1
+        begins = -1 if at < 0 else uses[at][1]
+        fetches.setdefault(begins, []).append(number)
+    for waiting in fetches.values():
+        waiting.reverse()
+    return fetches, tuple(order)

@@ -1,0 +1,515 @@
+"""A session: a pair of saved-tensor hooks that send values away and have them back, and learn when from each step.
+
+Anybody can use the pair: `with session:` puts it in force as saved-tensor hooks; a region packs its inputs through it,
+and a policy what it keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.operators import is_wrapper
+from recollect._core.scope import is_recomputing
+from recollect._core.torch_private.ambient import without_function_modes
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.engine import current_pass, next_sequence, pop_hooks, push_hooks, when_pass_ends
+from recollect._core.torch_private.graph import is_parameter
+from recollect._core.torch_private.storages import count_holders
+from recollect._core.units import format_bytes
+from recollect._offload.accounts import Accounts, OffloadReport
+from recollect._offload.compression import Compression
+from recollect._offload.parcels import Handle, Parcel, Stayed, stretch_of
+from recollect._offload.prefetch import SeenValue, Speeds, make_timetable
+from recollect._offload.steps import Lesson, Lessons, Step
+from recollect._offload.streams import Clock, is_capturing
+from recollect._offload.transfers import Transfers
+
+_log = logging.getLogger("recollect")
+
+_LEARNING_STEPS = 2  # measured with the host waiting for the last mark; the first is slow for other reasons
+_MEASURED_STEPS = 4
+_MEASURED_EVERY = 64
+_LOG_AFTER = 3
+_ALONE = 1  # holders of a storage when only our alias is left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """How a session is to behave.
+
+    Attributes:
+        min_bytes: smaller values stay.
+        in_flight: most bytes on their way at a time, each way.
+        waits: whether the step may wait for copies; if not, only what the link can carry beside forward is sent.
+        compression: what values pass through.
+    """
+
+    min_bytes: int
+    in_flight: int
+    waits: bool
+    compression: Compression
+
+
+class Session:
+    """Sends what is packed away, and brings what is unpacked back.
+
+    Forward and backward may run on different threads. One session serves one model on one thread at a time; several
+    share tiers safely.
+
+    Attributes:
+        tier: in words, where values go.
+        options: how it behaves.
+        transfers: what does the copying.
+    """
+
+    def __init__(self, tier: str, options: SessionOptions, transfers: Transfers) -> None:
+        self.tier, self.options, self.transfers = tier, options, transfers
+        self._lock = threading.RLock()
+        self._step: Step | None = None
+        self._known: dict[int, ref[Parcel]] = {}  # by id of the storage
+        # Weakly, all of them: only graphs hold parcels.
+        self._pending: deque[tuple[ref[Parcel], int]] = deque()
+        self._waiting: list[ref[Parcel]] = []  # to be sent once nobody else holds them
+        self._unclosed: deque[Step] = deque(maxlen=_MEASURED_STEPS)  # whose times cannot be read yet
+        self._lessons = Lessons()
+        self._steps = 0
+        self._pass_id = -1
+        self._came_back: list[ref[Parcel]] = []
+        self._report = OffloadReport(tier=tier)
+        self._has_spoken = False
+
+    # The hooks.
+
+    def __enter__(self) -> Self:
+        """Put the hooks in force."""
+        push_hooks(self.pack, self.unpack)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pop_hooks()
+        self.settle()
+
+    def settle(self) -> None:
+        """Begin the way out of all that was packed: the operators that saved it have run."""
+        with self._lock, without_function_modes(), without_dispatch_modes():
+            self._flush(None)
+        self._tell()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that backward will need; gives what stands for it.
+
+        The copy does not begin before the operator that saved it has run: some write into what they have saved.
+        """
+        if not self._travels(tensor):
+            return self._pack_wrapper(tensor) if is_wrapper(tensor) else Stayed(tensor)
+        with self._lock, without_function_modes(), without_dispatch_modes():
+            storage = tensor.untyped_storage()
+            version = tensor._version  # noqa: SLF001
+            sequence = next_sequence()
+            self._flush(sequence)
+            known = self._known.get(id(storage))
+            parcel = None if known is None else known()
+            if parcel is None or not parcel.serves(tensor, storage, version):
+                parcel = Parcel(tensor, storage, version, self.transfers)
+                self._known[id(storage)] = ref(parcel)
+                self._begin(parcel, tensor, sequence)
+            handle = Handle(tensor, parcel)
+        self._tell()
+        return handle
+
+    def unpack(self, handle: Any) -> Tensor:
+        """Give back the tensor that something stands for.
+
+        Raises:
+            OffloadError: the tier has not got it any more as it was.
+            ChangedInputError: it was changed in place before it had left.
+        """
+        if type(handle) is Stayed:
+            return handle.get()
+        if type(handle) is _Wrapped:
+            return handle.rebuild([self.unpack(part) for part in handle.parts])
+        parcel: Parcel = handle.parcel
+        with self._lock, without_function_modes(), without_dispatch_modes():
+            self._flush(None)
+            running = current_pass()
+            self._enter_pass(parcel, running)
+            self.transfers.fetch(parcel)
+            self._fetch_ahead(parcel.step, parcel.number)
+            storage, start = self.transfers.take(parcel)
+            parcel.step.flying.pop(parcel.number, None)
+            parcel.asked -= 1
+            tensor: Tensor = handle.on(storage, start, parcel.device)
+            if parcel.asked <= 0 or running == -1:
+                parcel.asked = 0
+                self.transfers.drop_returned(parcel)
+        self._tell()
+        return tensor
+
+    def _travels(self, tensor: Tensor) -> bool:
+        """Whether a tensor may be sent: no parameter or leaf, on plain memory, large enough."""
+        if type(tensor) is not Tensor or _is_leaf(tensor) or is_parameter(tensor):
+            return False
+        if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return False
+        try:
+            storage = tensor.untyped_storage()
+            size = storage.nbytes() and stretch_of(tensor, storage)[1]
+        except (NotImplementedError, RuntimeError):  # no memory of its own: a transform tracks it
+            return False
+        if size < self.options.min_bytes or tensor.numel() == 0 or tensor.device.type == "meta":
+            return False
+        return not is_capturing(tensor.device) and not is_recomputing()
+
+    def _pack_wrapper(self, tensor: Tensor) -> Any:
+        """A distributed tensor travels as what it wraps; one that is still on its way from other processes stays."""
+        kind: Any = type(tensor)
+        is_leaf = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+        if is_leaf or is_parameter(tensor) or hasattr(tensor, "trigger_wait"):
+            return Stayed(tensor)
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [getattr(tensor, name) for name in names]
+        if not all(isinstance(part, Tensor) for part in parts):
+            return Stayed(tensor)
+        sizes, strides = tensor.shape, tensor.stride()
+
+        def rebuild(values: list[Tensor]) -> Tensor:
+            inner = dict(zip(names, values, strict=True))
+            whole: Tensor = kind.__tensor_unflatten__(inner, context, sizes, strides)
+            return whole
+
+        return _Wrapped([self.pack(part) for part in parts], rebuild)
+
+    # Forward.
+
+    def _begin(self, parcel: Parcel, tensor: Tensor, sequence: int) -> None:
+        """A new value: give it its number, and see what is to become of it."""
+        step = self._step
+        if step is None or step.has_backward:
+            step = self._open_step()
+        is_host = self.transfers.is_on_host(parcel)
+        if not is_host:
+            parcel.stream = self.transfers.lanes_of(parcel.device).current()
+        parcel.codec = self.options.compression.codec_for(parcel.dtype, parcel.size)
+        if parcel.codec is not None:
+            parcel.travel_bytes = parcel.codec.encoded_bytes(parcel.size)
+        parcel.step, parcel.number = step, len(step.parcels)
+        step.parcels.append(ref(parcel))
+        step.signatures.append((parcel.size, tensor.shape, tensor.dtype, tensor.device))
+        step.note_made(parcel, self._clock_of(parcel))
+        self._foresee(step)
+        if self._sends(step, parcel):
+            self._pending.append((ref(parcel), sequence))
+        else:
+            parcel.stays = True
+            self.transfers.accounts.stayed_bytes += parcel.size
+        self._let_go(step, parcel.number)
+
+    def _foresee(self, step: Step) -> None:
+        """See by which lesson the step goes on: the one it began with, another that begins so, or none."""
+        number = len(step.parcels) - 1
+        lesson = step.lesson
+        is_as_foreseen = lesson is None or (
+            number < len(lesson.signatures) and lesson.signatures[number] == step.signatures[number]
+        )
+        if number == 0 or not is_as_foreseen:
+            step.lesson = self._lessons.find(step.signatures)
+
+    def _sends(self, step: Step, parcel: Parcel) -> bool:
+        table = step.timetable
+        if table is not None:
+            return table.sends[parcel.number]
+        if self.options.waits:
+            return True
+        self._release_done(step)
+        return self.transfers.leaving_bytes + parcel.size <= self.options.in_flight
+
+    def _flush(self, sequence: int | None) -> None:
+        """Send what waits, except what the operator of that sequence number is saving just now."""
+        while self._pending and self._pending[0][1] != sequence:
+            parcel = self._pending.popleft()[0]()
+            if parcel is None:
+                continue
+            if parcel.step.timetable is None and self._may_be_held(parcel):
+                self._waiting.append(ref(parcel))
+            else:
+                self._send(parcel)
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                parcel = one()
+                if parcel is None:
+                    continue
+                if not self._may_be_held(parcel):
+                    self._send(parcel)
+                elif sequence is None:  # forward is over: a buffer, an input, or what else somebody holds
+                    parcel.stays = True
+                    parcel.step.held.add(parcel.number)
+                    self.transfers.accounts.stayed_bytes += parcel.size
+                else:
+                    self._waiting.append(one)
+
+    @staticmethod
+    def _may_be_held(parcel: Parcel) -> bool:
+        """Whether somebody else holds a value without history, as modules hold buffers, and callers their inputs."""
+        alias = parcel.alias
+        return parcel.is_constant and alias is not None and count_holders(alias.untyped_storage()) > _ALONE
+
+    def _send(self, parcel: Parcel) -> None:
+        self.transfers.send(parcel)
+        if parcel.is_leaving:
+            parcel.step.leaving.append(ref(parcel))
+            if self.options.waits:
+                self._keep_in_flight(parcel.step)
+        elif parcel.stays:
+            self.transfers.accounts.stayed_bytes += parcel.size
+
+    def _keep_in_flight(self, step: Step) -> None:
+        """Wait for the oldest copies while too many are on their way."""
+        while self.transfers.leaving_bytes > self.options.in_flight and len(step.leaving) > 1:
+            oldest = step.leaving.popleft()()
+            if oldest is not None:
+                self.transfers.note_written(oldest)
+                self.transfers.release(oldest)
+
+    def _release_done(self, step: Step) -> None:
+        """Let go of what has left meanwhile, without waiting."""
+        while step.leaving:
+            oldest = step.leaving[0]()
+            if oldest is not None and oldest.is_leaving:
+                self.transfers.note_written(oldest)
+                if oldest.is_leaving and not self._has_left(oldest):
+                    return
+                self.transfers.release(oldest)
+            step.leaving.popleft()
+
+    def _has_left(self, parcel: Parcel) -> bool:
+        if self.transfers.is_on_host(parcel):
+            return parcel.written is None or parcel.written.future.done()
+        return self.transfers.lanes_of(parcel.device).clock.is_past(parcel.out)
+
+    def _let_go(self, step: Step, number: int) -> None:
+        """Let go of the memory of what will have left by now, as the timetable has it."""
+        table = step.timetable
+        due = step.late + (table.releases.get(number, []) if table is not None else [])
+        step.late = []
+        for one in due:
+            parcel = step.parcels[one]() if one < len(step.parcels) else None
+            if parcel is None or parcel.stays:
+                continue
+            if parcel.is_leaving:
+                self.transfers.release(parcel)
+            elif parcel.alias is not None:
+                step.late.append(one)
+
+    # Backward.
+
+    def _enter_pass(self, parcel: Parcel, running: int) -> None:
+        step: Step = parcel.step
+        if running not in (-1, self._pass_id):
+            self._drop_returned()  # of a pass that failed, which does not say so
+            self._pass_id = running
+            when_pass_ends(self._end_pass)
+        if parcel.pass_id != running:
+            parcel.pass_id, parcel.asked = running, parcel.users
+            self._came_back.append(ref(parcel))
+        if parcel.number not in step.used:
+            if parcel.alias is None and parcel.storage() is not None:
+                step.held.add(parcel.number)
+            is_host = self.transfers.is_on_host(parcel)
+            stream = None if is_host else self.transfers.lanes_of(parcel.device).current()
+            if not step.has_backward:
+                self._begin_backward(step)
+            step.note_used(parcel.number, self._clock_of(parcel), stream)
+        self._release_done(step)
+
+    def _begin_backward(self, step: Step) -> None:
+        for one in step.late:
+            parcel = step.parcels[one]()
+            if parcel is not None:
+                self.transfers.release(parcel)
+        step.late = []
+        table = step.timetable
+        if table is None or len(step.parcels) != len(table.sends):
+            step.lesson = None
+            step.due.extend(reversed(range(len(step.parcels))))
+        else:
+            step.due.extend(table.fetches.get(-1, ()))
+
+    def _fetch_ahead(self, step: Step, number: int) -> None:
+        """Begin the way back of what will be asked for next."""
+        table = step.timetable
+        if table is not None:
+            step.due.extend(table.fetches.get(number, ()))
+        if self.transfers.slow is not None:
+            for one in list(step.flying):
+                parcel = step.parcels[one]()
+                if parcel is not None and parcel.reading is not None and parcel.reading.future.done():
+                    self.transfers.fetch(parcel)
+        flying = sum(step.flying.values())
+        while step.due:
+            one = step.due[0]
+            parcel = step.parcels[one]()
+            if parcel is not None and one not in step.used and parcel.alias is None and parcel.returned is None:
+                if flying and flying + parcel.size > self.options.in_flight:
+                    return
+                self.transfers.fetch(parcel)
+                self._came_back.append(ref(parcel))
+                step.flying[one] = parcel.size
+                parcel.asked = max(parcel.asked, 1)
+                flying += parcel.size
+            step.due.popleft()
+
+    def _drop_returned(self) -> None:
+        came, self._came_back = self._came_back, []
+        for one in came:
+            parcel = one()
+            if parcel is not None:
+                self.transfers.drop_returned(parcel)
+                parcel.step.flying.pop(parcel.number, None)
+                parcel.asked = 0
+
+    def _end_pass(self) -> None:
+        """A backward pass is done: hold nothing that it had, and learn from the step."""
+        with self._lock:
+            self._pass_id = -1
+            self._drop_returned()
+            step = self._step
+            if step is not None and step.is_done() and self._steps <= _LEARNING_STEPS:
+                self._close(step, waits=True)
+        self._tell()
+
+    # Learning.
+
+    def _clock_of(self, parcel: Parcel) -> Clock:
+        if self.transfers.is_on_host(parcel):
+            return self.transfers.host_clock
+        return self.transfers.lanes_of(parcel.device).clock
+
+    def _open_step(self) -> Step:
+        if self._step is not None:
+            self._unclosed.append(self._step)
+        is_learning = self._steps <= _LEARNING_STEPS
+        self._unclosed = deque(
+            (step for step in self._unclosed if not self._close(step, waits=is_learning)), maxlen=_MEASURED_STEPS
+        )
+        self._steps += 1
+        is_measured = self._steps <= _MEASURED_STEPS or self._steps % _MEASURED_EVERY == 0
+        self.transfers.accounts = Accounts(measures=is_measured)
+        self._known = {key: known for key, known in self._known.items() if known() is not None}
+        self._step = Step(self.transfers.accounts)
+        return self._step
+
+    def _close(self, step: Step, *, waits: bool) -> bool:
+        """Learn from a step, unless its marks have not been reached and nobody wants to wait; says whether it did."""
+        if step.is_closed:
+            return True
+        accounts, clock, last = step.accounts, step.clock, step.last_mark()
+        if clock is None or last is None:
+            step.is_closed = True
+            self._report = self._report.with_counts(self._steps, accounts)
+            return True
+        if waits:
+            clock.wait(last)
+        elif not clock.is_past(last):
+            return False
+        step.is_closed = True
+        stalls_s = accounts.stall_seconds()
+        values = step.seen(stalls_s)
+        out, back, copy_s = accounts.speeds(clock)
+        self._learn(step, tuple(values), out, back)
+        pinned_bytes = 0 if self.transfers.host is None else self.transfers.host.pool.held_bytes
+        self._report = OffloadReport(
+            tier=self.tier,
+            copy_s=copy_s,
+            stall_s=sum(stalls_s) + accounts.host_stall_s,
+            forward_s=max((value.made_s for value in values), default=0.0),
+            out_bytes_per_s=out or self._report.out_bytes_per_s,
+            back_bytes_per_s=back or self._report.back_bytes_per_s,
+            pinned_bytes=pinned_bytes,
+        ).with_counts(self._steps, accounts)
+        return True
+
+    def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
+        known = self._lessons.about(tuple(step.signatures))
+        out = out or (known.speeds.out if known is not None else None)
+        back = back or (known.speeds.back if known is not None else None) or out
+        if out is None or back is None or len(values) != len(step.signatures) or not step.has_backward:
+            return
+        speeds = Speeds(out=out, back=back)
+        times_seen = 1 if known is None else known.times_seen + 1
+        if known is not None:  # what was held stays held: it was not sent since, so nobody could see it
+            pairs = zip(values, known.values, strict=True)
+            values = tuple(replace(now, is_held=now.is_held or before.is_held) for now, before in pairs)
+        pool = None if self.transfers.host is None or self.transfers.slow is not None else self.transfers.host.pool
+        most = None if pool is None else pool.limit
+        if pool is not None and times_seen > _LEARNING_STEPS:
+            most = pool.held_bytes  # nothing is pinned any more once a step is known
+        waits, in_flight = self.options.waits, self.options.in_flight
+        table = None
+        if waits or times_seen >= _LEARNING_STEPS:
+            table = make_timetable(values, speeds, in_flight=in_flight, waits=waits, most_bytes=most)
+        if table is not None and pool is not None and times_seen == _LEARNING_STEPS:
+            pool.reserve(table.sent_bytes)
+        self._lessons.add(
+            Lesson(
+                signatures=tuple(step.signatures), values=values, speeds=speeds, timetable=table, times_seen=times_seen
+            )
+        )
+
+    # Words.
+
+    def report(self) -> OffloadReport:
+        """What offloading does in a step, as last measured."""
+        with self._lock:
+            step = self._step
+            if step is not None and step.has_backward and step.is_done():
+                self._close(step, waits=True)
+            return self._report
+
+    def _tell(self) -> None:
+        """Say what is to be said: outside the lock, where a warning may raise."""
+        self.transfers.say_news()
+        if self._has_spoken or self._steps <= _LOG_AFTER or self._report.stall_s is None:
+            return
+        self._has_spoken = True
+        report = self._report
+        _log.info("%s", report)
+        if report.is_slower_than_recomputing:
+            assert report.stall_s is not None
+            assert report.forward_s is not None
+            message = (
+                f"offloading to {self.tier} makes each step wait {report.stall_s * 1e3:.1f} ms for copies "
+                f"({format_bytes(report.out_bytes)} out, {format_bytes(report.back_bytes)} back); running forward "
+                f"again would take about {report.forward_s * 1e3:.1f} ms.\n"
+                "The link is too slow for so much. Send only what travels unseen (`wait=False`), or recompute: "
+                "recollect.apply(model)."
+            )
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor or what it is a view of collects gradients itself; it is then there anyway."""
+    base = tensor._base  # noqa: SLF001
+    return (tensor.is_leaf and tensor.requires_grad) or (base is not None and base.is_leaf and base.requires_grad)
+
+
+class _Wrapped:
+    """Stands for a tensor that wraps others."""
+
+    __slots__ = ("parts", "rebuild")
+
+    def __init__(self, parts: list[Any], rebuild: Callable[[list[Tensor]], Tensor]) -> None:
+        self.parts, self.rebuild = parts, rebuild

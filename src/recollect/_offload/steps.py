@@ -1,0 +1,147 @@
+"""Steps: which values a training step saves, in which order and when backward asks for them, seen and foreseen.
+
+A step begins with the first value that is saved after backward has asked for one. What was seen of a step becomes a
+lesson; a later step that begins in the same way is foreseen by it, until it saves something else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from recollect._offload.prefetch import SeenValue, Speeds, Timetable
+
+if TYPE_CHECKING:
+    from recollect._offload.accounts import Accounts
+    from recollect._offload.parcels import Parcel
+    from recollect._offload.streams import Clock, Mark
+
+Signature = tuple[Any, ...]
+_MOST_LESSONS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What was learnt of a step: the signatures of its values, and what to do with them the next time."""
+
+    signatures: tuple[Signature, ...]
+    values: tuple[SeenValue, ...]
+    speeds: Speeds
+    timetable: Timetable | None
+    times_seen: int
+
+
+class Lessons:
+    """What was learnt of the last few kinds of step."""
+
+    def __init__(self) -> None:
+        self._all: deque[Lesson] = deque(maxlen=_MOST_LESSONS)  # the latest first
+
+    def add(self, lesson: Lesson) -> None:
+        """Learn of a step; what was known of one with the same values is replaced."""
+        known = [one for one in self._all if one.signatures != lesson.signatures]
+        self._all = deque([lesson, *known], maxlen=_MOST_LESSONS)
+
+    def find(self, begin: list[Signature]) -> Lesson | None:
+        """The latest lesson about steps that begin so."""
+        count = len(begin)
+        for lesson in self._all:
+            if len(lesson.signatures) >= count and all(
+                one == other for one, other in zip(begin, lesson.signatures, strict=False)
+            ):
+                return lesson
+        return None
+
+    def about(self, signatures: tuple[Signature, ...]) -> Lesson | None:
+        """What is known of the step with exactly these values."""
+        return next((one for one in self._all if one.signatures == signatures), None)
+
+
+class Step:
+    """One step, as it is seen.
+
+    Attributes:
+        parcels: its values in the order in which they were saved, weakly.
+        signatures: by which they are told.
+        lesson: by which it is foreseen, if it is.
+        used: numbers of those that backward has asked for.
+        due: numbers of those whose way back is to begin next.
+        flying: bytes of those that are on their way back or wait there to be asked for, by number.
+        leaving: those that are on their way out, oldest first.
+        late: those whose memory was to be let go before they had left.
+        held: numbers of those that somebody else held all the time.
+        accounts: what was done.
+        clock: by which times are taken; None before the first, or if none are.
+        is_closed: whether everything was learnt from it.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self.accounts = accounts
+        self.parcels: list[ref[Parcel]] = []
+        self.signatures: list[Signature] = []
+        self.lesson: Lesson | None = None
+        self.used: set[int] = set()
+        self.due: deque[int] = deque()
+        self.flying: dict[int, int] = {}
+        self.leaving: deque[ref[Parcel]] = deque()
+        self.late: list[int] = []
+        self.held: set[int] = set()
+        self.clock: Clock | None = None
+        self.is_closed = False
+        self._made: list[tuple[Mark, int]] = []
+        self._asked: dict[int, tuple[Mark, int]] = {}
+        self._sizes: list[int] = []
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether backward has asked for a value."""
+        return bool(self.used)
+
+    @property
+    def timetable(self) -> Timetable | None:
+        """What it is to do, if it is foreseen."""
+        return None if self.lesson is None else self.lesson.timetable
+
+    def note_made(self, parcel: Parcel, clock: Clock) -> None:
+        """A value is saved."""
+        if self.accounts.measures:
+            self.clock = clock
+            self._made.append((clock.mark(parcel.stream), len(self.accounts.stalls)))
+            self._sizes.append(parcel.travel_bytes)
+
+    def note_used(self, number: int, clock: Clock, stream: Any) -> None:
+        """Backward asks for a value for the first time."""
+        self.used.add(number)
+        if self.accounts.measures and number not in self._asked:
+            self._asked[number] = (clock.mark(stream), len(self.accounts.stalls))
+
+    def is_done(self) -> bool:
+        """Whether nobody can ask for a value any more for the first time."""
+        return all(number in self.used or parcel() is None for number, parcel in enumerate(self.parcels))
+
+    def last_mark(self) -> Mark | None:
+        """The latest point that was marked."""
+        marks = self._asked or dict(enumerate(self._made))
+        return marks[next(reversed(marks))][0] if marks else None
+
+    def seen(self, stalls_s: list[float]) -> list[SeenValue]:
+        """What was seen of each value, with the waits taken out of the time. All marks must have been reached."""
+        if not self._made or self.clock is None:
+            return []
+        zero, seconds = self._made[0][0], self.clock.seconds
+        waited = [0.0]
+        for stall in stalls_s:
+            waited.append(waited[-1] + stall)
+        return [
+            SeenValue(
+                bytes=self._sizes[number],
+                made_s=seconds(zero, mark) - waited[stalls],
+                used_s=seconds(zero, self._asked[number][0]) - waited[self._asked[number][1]]
+                if number in self._asked
+                else None,
+                is_held=number in self.held,
+            )
+            for number, (mark, stalls) in enumerate(self._made)
+        ]

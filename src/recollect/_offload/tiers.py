@@ -1,0 +1,113 @@
+"""Tiers: where bytes live while they are away. One small protocol; host memory is the first of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from recollect._core.errors import TierFullError
+from recollect._offload.pinned import Buffer, PinnedPool, allocate_pageable
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """A place for bytes, slower and larger than the one they come from.
+
+    Called by worker threads, several at a time. What it raises reaches the user as `recollect.OffloadError`, with the
+    name of the tensor and of the tier; only `recollect.TierFullError` means that the value stays where it is.
+
+    Attributes:
+        name: for errors and reports.
+    """
+
+    name: str
+
+    def write(self, data: Tensor) -> Any:
+        """Keep a flat host tensor of bytes, which is not changed meanwhile; gives a key to it."""
+
+    def read(self, key: Any, into: Tensor) -> None:
+        """Fill a flat host tensor with the bytes behind a key."""
+
+    def free(self, key: Any) -> None:
+        """Forget the bytes behind a key. Must not block: it is called where graphs die."""
+
+    def close(self) -> None:
+        """Let go of everything; once is enough."""
+
+
+class HostTier:
+    """Pinned host memory, in a pool with a limit.
+
+    Copies between it and a device go directly into its buffers (`pool`); `write` and `read` are for those who come with
+    bytes in host memory.
+
+    Attributes:
+        name: ``"host"``.
+        pool: its memory.
+
+    >>> tier = HostTier(limit=2**20)
+    >>> key = tier.write(torch.arange(4, dtype=torch.uint8))
+    >>> back = torch.zeros(4, dtype=torch.uint8)
+    >>> tier.read(key, back)
+    >>> tier.free(key)
+    >>> back.tolist(), tier.pool.used_bytes
+    ([0, 1, 2, 3], 0)
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.name = "host"
+        self.pool = PinnedPool(limit) if torch.accelerator.is_available() else pageable_pool(limit)
+
+    def write(self, data: Tensor) -> Buffer:
+        """Copy bytes into a buffer.
+
+        Raises:
+            TierFullError: the limit is reached.
+        """
+        buffer = self.pool.take(data.numel())
+        if buffer is None:
+            raise TierFullError
+        for mark in buffer.busy:
+            mark.synchronize()
+        buffer.bytes.copy_(data)
+        return buffer
+
+    def read(self, key: Buffer, into: Tensor) -> None:
+        """Copy bytes out of a buffer."""
+        into.copy_(key.bytes)
+
+    def free(self, key: Buffer) -> None:
+        """Give a buffer back."""
+        self.pool.give_back(key)
+
+    def close(self) -> None:
+        """Give the memory back to the system, if nobody uses it."""
+        self.pool.trim()
+
+
+def pageable_pool(limit: int | None) -> PinnedPool:
+    """A pool for machines without an accelerator, where nothing is gained by pinning."""
+    return PinnedPool(limit, allocate_pageable, is_pinned=False)
+
+
+class SharedHosts:
+    """The host tiers of a process: whoever asks with the same limit shares one, and its limit."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[int | None, HostTier] = {}
+        self._lock = threading.Lock()
+
+    def get(self, limit: int | None) -> HostTier:
+        """The tier with this limit."""
+        with self._lock:
+            tier = self._tiers.get(limit)
+            if tier is None:
+                tier = self._tiers[limit] = HostTier(limit)
+            return tier
+
+
+shared_hosts = SharedHosts()
+"""Pinned memory outlives each use of it, because pinning costs half a second per GiB. Bounded by the limits in use."""

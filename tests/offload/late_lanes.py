@@ -1,0 +1,142 @@
+"""Lanes of a device that does not exist: copies happen as late as they may, and memory is spoilt as soon as it may be.
+
+Host tensors play the device's. A copy is done when somebody waits for its mark, not before; so whoever reads without
+waiting reads garbage. What a stream let go of before its copy was done is spoilt, as if others had been given it.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect._offload.accounts import Accounts
+from recollect._offload.compression import Compression
+from recollect._offload.session import Session, SessionOptions
+from recollect._offload.streams import Clock, Copy, Mark
+from recollect._offload.tiers import HostTier, Tier
+from recollect._offload.transfers import Transfers
+
+GARBAGE = 0xA5
+
+
+class LateMark:
+    """The end of a copy, which is made when it is waited for. Copies of one lane are made in their order."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._lock = threading.RLock()  # workers wait for marks, too
+
+    def synchronize(self) -> None:
+        with self._lock:
+            if self._work is not None:
+                self._work()
+            self._work = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._work is None
+
+
+class CountingClock:
+    """A clock that ticks when it is looked at: a microsecond each time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self, stream: Any) -> Mark:
+        self.now += 1e-6
+        return self.now
+
+    def wait(self, mark: Mark) -> None:
+        if isinstance(mark, LateMark):
+            mark.synchronize()
+
+    def is_past(self, mark: Mark) -> bool:
+        return mark.is_done if isinstance(mark, LateMark) else True
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        between: float = end - start
+        return between
+
+
+class LateLanes:
+    """What `DeviceLanes` does, as late as it may be done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock: Clock = CountingClock()
+        self._out: list[LateMark] = []
+        self._back: list[LateMark] = []
+        self.held: list[Mark] = []
+        self.lent: list[Tensor] = []
+        self.outs = self.backs = 0
+        self.copy_s = 1e-6
+        self.fails: str = ""
+
+    def current(self) -> str:
+        return "the only stream"
+
+    def copy_out(self, copy: Copy) -> Mark:
+        if self.fails == "out":
+            raise RuntimeError("the device fell off the bus")
+        self.outs += 1
+        if all(mark.is_done for mark in copy.after):  # else somebody may still read there
+            copy.target.fill_(GARBAGE)
+        return self._queue(self._out, copy)
+
+    def copy_back(self, copy: Copy) -> Mark:
+        if self.fails == "back":
+            raise RuntimeError("the device fell off the bus")
+        self.backs += 1
+        copy.target.fill_(GARBAGE)
+        return self._queue(self._back, copy)
+
+    def _queue(self, lane: list[LateMark], copy: Copy) -> Mark:
+        before = list(lane)
+        source = copy.source
+
+        def work() -> None:
+            for earlier in before:
+                earlier.synchronize()
+            for mark in copy.after:
+                mark.synchronize()
+            data = source if copy.through is None else copy.through(source)
+            copy.target.copy_(data)
+
+        mark = LateMark(work)
+        lane.append(mark)
+        if copy.times is not None:
+            copy.times.append((copy.target.numel(), 0.0, self.copy_s))
+        return mark
+
+    def hold(self, stream: Any, mark: LateMark) -> None:
+        self.held.append(mark)
+        mark.synchronize()
+
+    def lend(self, tensor: Tensor, *, is_out: bool) -> None:
+        self.lent.append(tensor)
+
+
+def late_session(
+    *,
+    host: HostTier | None = None,
+    slow: Tier | None = None,
+    min_bytes: int = 0,
+    in_flight: int = 2**30,
+    waits: bool = True,
+    compress: str | None = None,
+) -> tuple[Session, LateLanes]:
+    """A session on such a device, and its lanes."""
+    host = HostTier() if host is None and slow is None else host
+    lanes = LateLanes(torch.device("cpu"))
+    transfers = Transfers(
+        host=host,
+        slow=slow,
+        staging=HostTier(),
+        in_flight=in_flight,
+        accounts=Accounts(measures=False),
+        make_lanes=lambda device: lanes,
+    )
+    options = SessionOptions(min_bytes=min_bytes, in_flight=in_flight, waits=waits, compression=Compression(compress))
+    return Session("host", options, transfers), lanes

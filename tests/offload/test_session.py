@@ -1,0 +1,411 @@
+"""What travels, what stays, and what comes back: identity, versions, lifetimes, on a device whose copies come late."""
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect._offload.parcels import Handle, Stayed, stretch_of
+from recollect._offload.session import Session
+from recollect._offload.tiers import HostTier
+from tests.offload.late_lanes import late_session
+
+
+@pytest.fixture(autouse=True)
+def collector_off() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held_bytes(session: Session) -> int:
+    """What a session holds, wherever."""
+    transfers = session.transfers
+    host = 0 if transfers.host is None else transfers.host.pool.used_bytes
+    return host + transfers._staging.pool.used_bytes + transfers.leaving_bytes
+
+
+def made(values: Tensor) -> Tensor:
+    """A tensor with a history, as forward makes it."""
+    return values.requires_grad_() * 1
+
+
+def test_views_of_one_storage_travel_once_and_come_back_right() -> None:
+    session, lanes = late_session()
+    base = made(torch.randn(6, 8))
+    views = [base, base.t(), base[2:], base.view(8, 6), base[:, ::2], base.unsqueeze(0).expand(3, 6, 8)]
+    with session:
+        handles = [session.pack(view) for view in views]
+    copies = [view.clone() for view in views]
+    kinds = [(view.stride(), view.storage_offset()) for view in views]
+    for handle in handles:
+        session.transfers.release(handle.parcel)
+    del base, views
+    back = [session.unpack(handle) for handle in handles]
+    assert lanes.outs == 1
+    assert all(torch.equal(one, other) for one, other in zip(back, copies, strict=True))
+    assert [(view.stride(), view.storage_offset()) for view in back] == kinds
+
+
+def test_in_one_backward_pass_views_of_one_storage_come_back_once() -> None:
+    session, lanes = late_session(in_flight=1)
+    x = torch.randn(6, 8, requires_grad=True)
+    with session:
+        y = x.exp()
+        z = (y.t() * y.t()).sum() + (y[3:] * y[3:]).sum()
+        z = z + chain(torch.randn(100, requires_grad=True)).sum()
+    z.backward()
+    sent = [one for one in session._step.signatures if one[0] == 6 * 8 * 4]  # type: ignore[union-attr]
+    assert len(sent) == 1
+    assert lanes.backs <= lanes.outs
+
+
+def sent(session: Session, tensor: Tensor) -> Handle:
+    handle = session.pack(tensor)
+    session.settle()
+    assert isinstance(handle, Handle)
+    session.transfers.release(handle.parcel)
+    return handle
+
+
+def test_a_reused_address_is_another_storage() -> None:
+    session, lanes = late_session()
+    first = made(torch.ones(1000))
+    address = first.data_ptr()
+    one = sent(session, first)
+    del first
+    second = made(torch.full((1000,), 2.0))
+    other = sent(session, second)
+    assert second.data_ptr() == address or lanes.outs == 2
+    assert session.unpack(one)[0] == 1
+    assert session.unpack(other)[0] == 2
+
+
+def test_a_value_saved_again_after_a_write_travels_again() -> None:
+    session, lanes = late_session()
+    x = made(torch.ones(8))
+    one = sent(session, x)
+    x.detach().add_(1)
+    other = sent(session, x)
+    del x
+    assert lanes.outs == 2
+    assert [int(session.unpack(handle)[0]) for handle in (one, other)] == [1, 2]
+
+
+def test_a_small_part_of_a_large_storage_travels_alone_and_as_well_aligned() -> None:
+    session, _ = late_session()
+    base = torch.arange(100_000, dtype=torch.float64)
+    part = base[70_001:70_101].view(10, 10).t()
+    assert stretch_of(part, base.untyped_storage()) == (70_001 * 8 // 256 * 256, 800 + 70_001 * 8 % 256)
+    handle = sent(session, part)
+    expected = part.clone()
+    del base, part
+    back = session.unpack(handle)
+    assert torch.equal(back, expected)
+    assert back.stride() == (1, 10)
+    assert back.untyped_storage().data_ptr() % 16 == 0
+    assert (back.data_ptr() - 70_001 * 8) % 16 == 0
+
+
+def test_what_a_change_in_place_reaches_before_it_has_left_is_an_error() -> None:
+    session, _ = late_session()
+    x = torch.randn(8, requires_grad=True)
+    with session:
+        y = x * 2
+        z = y * y
+        y.add_(1)
+    with pytest.raises(
+        recollect.ChangedInputError, match=r"value 0 of the step \(float32\[8\] on cpu\) was changed in"
+    ):
+        z.sum().backward()
+
+
+def test_what_was_changed_after_it_had_left_comes_back_as_it_was() -> None:
+    session, _ = late_session()
+    x = torch.randn(8, requires_grad=True)
+    with session:
+        y = x * 2
+        z = y * y
+    session.transfers.release(session._step.parcels[0]())  # type: ignore[union-attr,arg-type]
+    y.detach().add_(1)
+    z.sum().backward()
+    assert torch.equal(x.grad, 8 * x)  # type: ignore[arg-type]
+
+
+def test_a_parameter_changed_before_backward_is_an_error() -> None:
+    session, _ = late_session()
+    weight = nn.Parameter(torch.randn(4, 4))
+    with session:
+        y = torch.randn(2, 4, requires_grad=True).mul(1) @ weight
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(recollect.ChangedInputError, match=r"float32\[4, 4\] on cpu\) was changed in place: it is at"):
+        y.sum().backward()
+
+
+def test_parameters_buffers_and_leaf_inputs_never_travel() -> None:
+    session, lanes = late_session()
+    net = nn.BatchNorm1d(8)
+    frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    scale = torch.randn(16, 8)
+    batch = torch.randn(16, 8, requires_grad=True)
+    for _ in range(4):
+        with session:
+            y = (net(batch) * scale) @ frozen.t()
+        y.sum().backward()
+    assert lanes.outs <= 4 * 2  # the statistics of this batch, which the normalisation saves
+    assert session.report().out_bytes <= 2 * 8 * 4
+
+
+def test_small_values_stay() -> None:
+    session, lanes = late_session(min_bytes=64)
+    small = session.pack(made(torch.ones(15)))
+    large = session.pack(made(torch.ones(16)))
+    session.settle()
+    assert type(small) is Stayed
+    assert type(large) is Handle
+    assert lanes.outs == 1
+
+
+def test_what_is_still_on_its_way_out_is_taken_back_without_a_round_trip() -> None:
+    session, lanes = late_session()
+    x = torch.randn(8, requires_grad=True)
+    with session:
+        y = x.exp()
+    y.sum().backward()
+    assert (lanes.outs, lanes.backs) == (1, 0)
+
+
+def chain(x: Tensor, depth: int = 6) -> Tensor:
+    for _ in range(depth):
+        x = x.sin().exp()
+    return x
+
+
+def test_after_the_first_steps_the_last_values_are_not_sent() -> None:
+    session, lanes = late_session(in_flight=200)
+    lanes.copy_s = 1e-5
+    for _ in range(3):
+        x = torch.randn(16, requires_grad=True)
+        with session:
+            y = chain(x)
+        y.sum().backward()
+    before = lanes.outs
+    with session:
+        y = chain(x)
+    table = session._step.timetable  # type: ignore[union-attr]
+    assert table is not None
+    assert table.sends[1]
+    assert not table.sends[-1]
+    assert lanes.outs - before == sum(table.sends)
+    y.sum().backward()
+
+
+def test_values_are_fetched_before_they_are_asked_for() -> None:
+    session, lanes = late_session(in_flight=70)
+    x = torch.randn(16, requires_grad=True)
+    with session:
+        y = chain(x)
+    seen: list[int] = []
+    node = y.grad_fn
+    assert node is not None
+    node.register_hook(lambda *_: seen.append(lanes.backs))
+    y.sum().backward()
+    assert seen[0] >= 1  # of the first node's own value none was needed: it had not left
+
+
+def test_nothing_is_left_after_backward() -> None:
+    session, _ = late_session(in_flight=100)
+    for _ in range(5):
+        x = torch.randn(16, requires_grad=True)
+        with session:
+            y = chain(x)
+        y.sum().backward()
+        del y
+        assert held_bytes(session) == 0
+
+
+def test_nothing_is_left_when_backward_never_comes() -> None:
+    session, lanes = late_session()
+    x = torch.randn(16, requires_grad=True)
+    with session:
+        y = chain(x)
+    assert held_bytes(session) > 0
+    del y
+    assert held_bytes(session) == 0
+    assert lanes.lent  # copies were under way: the allocator was told to keep the memory until they are done
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_is_left_after_an_exception(where: str) -> None:
+    session, _ = late_session(in_flight=100)
+    x = torch.randn(16, requires_grad=True)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    def step() -> None:
+        with session:
+            y = chain(x)
+            if where == "forward":
+                fail()
+            z = chain(y)
+        y.register_hook(fail)
+        z.sum().backward()
+
+    with suppress(ZeroDivisionError):
+        step()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert held_bytes(session) == 0
+    with session:
+        y = chain(x)
+    y.sum().backward()
+
+
+def test_a_retained_graph_holds_no_device_memory_between_its_passes() -> None:
+    session, _ = late_session(in_flight=100)
+    x = torch.randn(16, requires_grad=True)
+    with session:
+        y = chain(x)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        parcels = [parcel for one in session._step.parcels if (parcel := one()) is not None]  # type: ignore[union-attr]
+        assert [one for one in parcels if one.returned is not None] == []
+    (plain,) = torch.autograd.grad(chain(x).sum(), x)
+    assert torch.equal(grad, plain)
+    del y, parcels, parcel
+    assert held_bytes(session) == 0
+
+
+def test_a_value_that_somebody_holds_is_not_sent_again() -> None:
+    session, lanes = late_session(in_flight=100)
+    for step in range(4):
+        before = lanes.outs
+        x = torch.randn(16, requires_grad=True)
+        with session:
+            inner = [x.sin()]
+            inner.append(inner[-1].exp())
+            inner.append(inner[-1].exp())
+            y = chain(inner[-1])
+        y.sum().backward()
+        if step:
+            assert lanes.outs - before <= 12
+    lesson = session._lessons._all[0]
+    assert [value.is_held for value in lesson.values[:3]] == [True, True, False]
+
+
+def test_the_memory_goes_when_the_computing_stream_has_waited() -> None:
+    session, lanes = late_session(in_flight=1)
+    x = torch.randn(64, requires_grad=True)
+    with session:
+        y = x.sin()
+        z = y.exp()
+        alive = weakref.ref(z.untyped_storage())
+        y = z.cos()
+        del z
+        y = y.exp().exp()
+    assert alive() is None
+    assert len(lanes.held) >= 1
+    y.sum().backward()
+
+
+def test_two_sessions_share_a_pool() -> None:
+    host = HostTier(limit=2**20)
+    sessions = [late_session(host=host)[0] for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def train(session: Session) -> None:
+        try:
+            for _ in range(10):
+                x = torch.randn(500, requires_grad=True)
+                with session:
+                    y = chain(x)
+                y.sum().backward()
+                (plain,) = torch.autograd.grad(chain(x).sum(), x)
+                assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert host.pool.used_bytes == 0
+
+
+def test_nothing_is_pinned_after_the_second_step() -> None:
+    session, _ = late_session(in_flight=1000)
+    assert session.transfers.host is not None
+    pool = session.transfers.host.pool
+    counts = []
+    for _ in range(6):
+        x = torch.randn(50_000, requires_grad=True)
+        with session:
+            y = chain(x)
+        y.sum().backward()
+        counts.append(pool.allocations)
+    assert counts[1:] == [counts[1]] * 5
+
+
+def test_one_line_is_logged_after_the_first_steps(caplog: pytest.LogCaptureFixture) -> None:
+    session, _ = late_session(in_flight=200)
+    with caplog.at_level(logging.INFO, logger="recollect"):
+        for _ in range(8):
+            x = torch.randn(16, requires_grad=True)
+            with session:
+                y = chain(x)
+            y.sum().backward()
+    lines = [record.getMessage() for record in caplog.records if "offload to host" in record.getMessage()]
+    assert len(lines) == 1
+    assert "out and" in lines[0]
+    assert "of the copies hidden" in lines[0]
+
+
+def test_sessions_at_one_place_are_one(tmp_path: Path) -> None:
+    reports = []
+    for _ in range(3):
+        with recollect.offload(tier="disk", directory=tmp_path, min_bytes=0) as away:
+            y = chain(torch.randn(64, requires_grad=True))
+        y.sum().backward()
+        reports.append(away.report().steps)
+    assert reports == [1, 2, 3]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("compress", [None, "bf16", "fp8"])
+def test_compressed_values_come_back_within_their_bound(compress: str | None) -> None:
+    session, _ = late_session(compress=compress)
+    x = torch.randn(1024)
+    back = session.unpack(sent(session, x.clone()))
+    bound = {None: 0 * x, "bf16": x.abs() / 256, "fp8": (x.abs() / 16).clamp_min(x.abs().max() / 2**18)}[compress]
+    assert bool(((back - x).abs() <= bound).all())
+
+
+def test_masks_travel_as_bits() -> None:
+    session, _ = late_session()
+    mask = torch.rand(1001) > 0.5
+    expected = mask.clone()
+    handle = sent(session, mask)
+    assert handle.parcel.travel_bytes == 126
+    del mask
+    assert torch.equal(session.unpack(handle), expected)
+
+
+def test_a_host_tier_on_a_machine_without_device_says_that_it_frees_nothing() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device")
+    x = torch.randn(64, requires_grad=True)
+    says = pytest.warns(UserWarning, match="sending them to the host tier would free nothing")
+    with says, recollect.offload(min_bytes=0):
+        y = chain(x)
+    y.sum().backward()
