@@ -22,7 +22,7 @@ from recollect._offload.disk import DiskTier, remove_stale
 from recollect._offload.pinned import PinnedPool
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import late_session
-from tests.offload.test_gradients import Shelf
+from tests.offload.shelf import Shelf
 
 
 def chain(x: Tensor) -> Tensor:

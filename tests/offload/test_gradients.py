@@ -1,6 +1,5 @@
 """Gradients of offloaded steps are those of plain ones, to the bit, for every function of the corpus and every tier."""
 
-import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect._offload.offload import make_offload
-from tests.contracts.test_gradients import (
+from tests.contracts.stepping import (
     Derive,
     by_backward,
     by_backward_to_some,
@@ -25,30 +24,7 @@ from tests.contracts.test_gradients import (
 )
 from tests.corpus import CASES, Case
 from tests.offload.late_lanes import late_session
-
-
-class Shelf:
-    """A tier in a dictionary."""
-
-    name = "shelf"
-
-    def __init__(self) -> None:
-        self.values: dict[int, Tensor] = {}
-        self._keys = itertools.count()  # several threads ask at a time
-
-    def write(self, data: Tensor) -> int:
-        key = next(self._keys)
-        self.values[key] = data.clone()
-        return key
-
-    def read(self, key: int, into: Tensor) -> None:
-        into.copy_(self.values[key])
-
-    def free(self, key: int) -> None:
-        del self.values[key]
-
-    def close(self) -> None:
-        self.values.clear()
+from tests.offload.shelf import Shelf
 
 
 def disk(folder: Path) -> AbstractContextManager[Any]:
