@@ -294,7 +294,6 @@ def test_a_list_with_a_forward_of_its_own_is_called() -> None:
         ({"layers": RECOMPUTE}, "rule 'layers' matches 'layers' of GPT only: a ModuleList is never called itself"),
         ({}, "the rules are empty; leave them out to recompute the model's repeated blocks"),
         ({"layers.*": "fast"}, "rule 'layers.*': 'fast' is nothing that can be done; there are 'full' and 'selective'"),
-        ({"layers.*": Decision.OFFLOAD}, "rule 'layers.*': Decision.OFFLOAD cannot be carried out yet"),
         ({"layers.*": {"earlystop": 1}}, "rule 'layers.*': no option is named 'earlystop'; near that: 'early_stop'"),
         ({"layers.*": {"check": "x"}}, "rule 'layers.*': check='x': expected"),
         ({"re:(": RECOMPUTE}, "pattern 're:(' is not a regular expression"),

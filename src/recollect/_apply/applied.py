@@ -21,7 +21,9 @@ class AppliedPlace:
     is_region: bool
     """Whether its calls are regions."""
     is_kept: bool
-    """Whether it lies in a region and is not run again there."""
+    """Whether it lies in a region and is not run again there, or in an offloaded module and is not offloaded."""
+    is_sent: bool = False
+    """Whether what its calls save for backward is sent away."""
 
 
 def describe_places(places: Sequence[AppliedPlace]) -> list[str]:

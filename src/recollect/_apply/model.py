@@ -18,18 +18,30 @@ from recollect._apply.blocks import find_blocks
 from recollect._apply.caches import switches_for
 from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices
-from recollect._apply.rules import PRESETS, Rule, Value, parse_preset, parse_rules, parse_value
+from recollect._apply.rules import (
+    PRESETS,
+    Rule,
+    Value,
+    describe_away,
+    parse_preset,
+    parse_rules,
+    parse_value,
+    read_away,
+)
+from recollect._apply.sent import SentForward, sent_forward_of
 from recollect._apply.stand_in import StandIn, stand_in_of
 from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
 from recollect._core.decisions import Decision
 from recollect._core.units import count_noun, list_some
+from recollect._offload.accounts import OffloadReport
+from recollect._offload.offload import Offload, Staying
 from recollect._policy.base import PolicyLike
 from recollect._policy.combine import first_match
 from recollect._policy.places import save_modules
 
 _log = logging.getLogger("recollect")
 
-Rules = Mapping[Any, Value] | str | PolicyLike  # keys are `Key`s; a mapping is not covariant in them
+Rules = Mapping[Any, Value] | str | PolicyLike | Offload  # keys are `Key`s; a mapping is not covariant in them
 
 
 class Applied:
@@ -45,11 +57,24 @@ class Applied:
         self.places = tuple(places)
         self._entries: list[InstanceForward] = []
         self._notes: list[str] = []
+        self._away: list[Offload] = []
         self.is_removed = False
 
     def _put(self, entry: InstanceForward) -> None:
         entry.put()
         self._entries.append(entry)
+
+    def report(self) -> OffloadReport:
+        """What offloading does in a step: bytes out and back, the share of the copies that was hidden, waiting time.
+
+        Raises:
+            ValueError: nothing is offloaded, or rules with several `recollect.offload`: ask each of those.
+        """
+        if len(self._away) != 1:
+            found = "no rule offloads" if not self._away else f"{len(self._away)} offloads are in the rules"
+            message = f"{found}; `report` tells of one. Ask the `recollect.offload` that you gave for its own report"
+            raise ValueError(message)
+        return self._away[0].report()
 
     def remove(self) -> None:
         """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
@@ -70,9 +95,12 @@ class Applied:
         """The table."""
         regions = sum(place.is_region for place in self.places)
         kept = sum(place.is_kept for place in self.places)
+        sent = sum(place.is_sent for place in self.places)
         head = f"recollect.apply: {count_noun(regions, 'region')} in {self._model_name}"
         if kept:
             head += f", {count_noun(kept, 'module')} kept"
+        if sent:
+            head += f", {count_noun(sent, 'module')} offloaded"
         if self.is_removed:
             head += " (removed)"
         return "\n".join([head, *describe_places(self.places), *self._notes])
@@ -98,8 +126,9 @@ def apply(
         rules: a mapping, of which the first key that matches a module decides for it. A key is a pattern over names
             (``*`` stays within one dotted part, ``**`` crosses them; ``re:`` and a regular expression), a class or a
             tuple of classes, or a function of the module (or of its name and it). A value is a `Decision`, a policy,
-            ``"full"``, ``"selective"``, or a mapping of the options of `checkpoint`. A module that is saved inside one
-            that is recomputed is not run again.
+            ``"full"``, ``"selective"``, a mapping of the options of `checkpoint`, or a `recollect.offload`, of which
+            `Decision.OFFLOAD` is the default one. A module that is saved inside one that is recomputed is not run
+            again.
             Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention and every
             second matrix product are kept) or ``"every:2"``. None means ``"full"``.
         every: of the regions that the rules give, outermost ones in the model's order, only each so many-th: 2 takes
@@ -155,15 +184,20 @@ def apply(
         chosen = _choose_blocks(model, targets, rule)
     chosen = _thin_out(chosen, every or 1, first)
     _check_free(chosen, targets)
+    _check_sendable(chosen)
     saved, regions = _find_saved(chosen), by_name(_regions_in(chosen))
     stand_ins = [
         StandIn(target.module, target.name, _keeping(rule.choices, saved.get(id(target), [])))
         for target, rule in chosen
         if rule.choices is not None
     ]
-    handle = Applied(model, [_place(target, rule, regions) for target, rule in chosen])
+    sent = by_name(target for target, rule in chosen if rule.away is not None)
+    handle = Applied(model, [_place(target, rule, regions, sent) for target, rule in chosen])
     for stand_in in stand_ins:
         handle._put(stand_in)  # noqa: SLF001
+    for entry in _find_sent(chosen):
+        handle._put(entry)  # noqa: SLF001
+    handle._away = list({id(rule.away): rule.away for _, rule in chosen if rule.away is not None}.values())  # noqa: SLF001
     switches = list(switches_for(model, [target.module for target in regions.values()]))
     for switch in switches:
         handle._put(switch)  # noqa: SLF001
@@ -203,20 +237,22 @@ def _check_count(option: str, value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _parse_for_blocks(rules: str | PolicyLike | None) -> tuple[Rule, int | None]:
+def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, int | None]:
     """What to do with repeated blocks, as a rule that matches whatever was found."""
     every = None
     value: Value = Decision.RECOMPUTE if rules is None or isinstance(rules, str) else rules
     if isinstance(rules, str):
         value, every = parse_preset(rules)
-    elif not callable(value) and not isinstance(value, Decision):
+    elif not callable(value) and not isinstance(value, (Decision, Offload)):
         message = (
             f"rules: expected a mapping from name pattern, class or predicate to what is to be done, one of "
             f"{', '.join(map(repr, PRESETS))}, a recollect.Decision or a policy; not {type(rules).__name__} {rules!r}"
         )
         raise TypeError(message)
-    choices, what = parse_value(value)
-    return Rule(matches=lambda name, module: True, choices=choices, text="repeated blocks", what=what), every
+    away = read_away(value)
+    plain: Any = value
+    choices, what = parse_value(plain) if away is None else (None, describe_away(away))
+    return Rule(matches=lambda name, module: True, choices=choices, text="repeated blocks", what=what, away=away), every
 
 
 def _match(model: nn.Module, targets: list[Target], rules: list[Rule]) -> Chosen:
@@ -296,8 +332,9 @@ def _thin_out(chosen: Chosen, every: int, first: int | None) -> Chosen:
     """Leave out regions, and whatever lies only inside of those that are left out."""
     if every == 1 and first is None:
         return chosen
-    regions = by_name(_regions_in(chosen))
-    outermost = [target for target in _regions_in(chosen) if next(target.inside(regions), None) is None]
+    acting = [target for target, rule in chosen if rule.acts]
+    regions = by_name(acting)
+    outermost = [target for target in acting if next(target.inside(regions), None) is None]
     stay = {id(target) for target in outermost[slice(0, first, every)]}
     gone = {id(target) for target in outermost} - stay
 
@@ -324,7 +361,7 @@ def _check_free(chosen: Chosen, targets: list[Target]) -> None:
     compiled = by_name(target for target in _regions_in(chosen) if target.is_compiled)
     earlier = by_name(target for target in targets if stand_in_of(target.module) is not None)
     for target, rule in chosen:
-        if rule.choices is not None:
+        if rule.acts:
             continue
         for region, path in target.inside(compiled):
             message = (
@@ -340,15 +377,49 @@ def _check_free(chosen: Chosen, targets: list[Target]) -> None:
             raise ValueError(message)
 
 
+def _check_sendable(chosen: Chosen) -> None:
+    """Refuse to offload what cannot be.
+
+    Raises:
+        ValueError: a module cannot be offloaded.
+    """
+    for target, rule in chosen:
+        if rule.away is None:
+            continue
+        why = target.refusal
+        if why is None and sent_forward_of(target.module) is not None:
+            why = "it is offloaded already, by an earlier recollect.apply: remove that one first (handle.remove())"
+        if why is not None:
+            message = f"module '{target.name}' ({type(target.module).__name__}) cannot be offloaded: {why}"
+            raise ValueError(message)
+
+
 def _find_saved(chosen: Chosen) -> dict[int, list[str]]:
     """For each region, by its id, the paths of the modules in it that are to be kept, as seen from there."""
     regions = by_name(_regions_in(chosen))
     saved: dict[int, list[str]] = {}
     for target, rule in chosen:
-        if rule.choices is None:
+        if not rule.acts:
             for region, path in target.inside(regions):
                 saved.setdefault(id(region), []).append(path)
     return saved
+
+
+def _find_sent(chosen: Chosen) -> list[SentForward]:
+    """Entries for the modules whose values are sent, and for those inside of them whose values are to stay."""
+    sent = by_name(target for target, rule in chosen if rule.away is not None)
+    regions = by_name(_regions_in(chosen))
+    entries: list[SentForward] = []
+    for target, rule in chosen:
+        if rule.away is not None:
+            entries.append(SentForward(target.module, target.name, rule.away))
+        elif not rule.acts and _is_in(target, sent) and not _is_in(target, regions):
+            entries.append(SentForward(target.module, target.name, Staying()))
+    return entries
+
+
+def _is_in(target: Target, others: dict[str, Target]) -> bool:
+    return next(target.inside(others), None) is not None
 
 
 def _keeping(choices: Choices, paths: list[str]) -> Choices:
@@ -363,14 +434,15 @@ def _as_pattern(path: str) -> str:
     return f"re:{re.escape(path)}" if re.search(r"[*?\[\]]", path) else path
 
 
-def _place(target: Target, rule: Rule, regions: dict[str, Target]) -> AppliedPlace:
+def _place(target: Target, rule: Rule, regions: dict[str, Target], sent: dict[str, Target]) -> AppliedPlace:
     is_region = rule.choices is not None
-    is_kept = not is_region and next(target.inside(regions), None) is not None
+    is_kept = not rule.acts and (_is_in(target, regions) or _is_in(target, sent))
     return AppliedPlace(
         name=target.name,
         class_name=type(target.chain[-1]).__name__,
-        what=rule.what if is_region or is_kept else "left as it is",
+        what=rule.what if rule.acts or is_kept else "left as it is",
         rule=rule.text,
         is_region=is_region,
         is_kept=is_kept,
+        is_sent=rule.away is not None,
     )

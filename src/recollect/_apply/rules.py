@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import nn
 from recollect._apply.options import OPTIONS, Choices, parse_mapping
 from recollect._core.decisions import Decision, Site
 from recollect._core.patterns import compile_pattern
+from recollect._offload.offload import Offload, make_offload
 from recollect._policy.base import Policy, PolicyLike, Verdict, as_policy, name_function
 from recollect._policy.combine import first_match
 from recollect._policy.rules import save_attention, save_every
@@ -19,8 +21,9 @@ from recollect._policy.rules import save_attention, save_every
 Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | nn.Module | Callable[..., bool]
 """Which modules: a pattern over names, a class or several, a module itself, or a function of it, or of name and it."""
 
-Value = str | PolicyLike | Mapping[str, Any]
-"""What becomes of them: a decision, a policy, ``"full"`` or ``"selective"``, or options of `recollect.checkpoint`."""
+Value = str | PolicyLike | Mapping[str, Any] | Offload
+"""What becomes of them: a decision, a policy, ``"full"`` or ``"selective"``, options of `recollect.checkpoint`, or a
+`recollect.offload`."""
 
 PRESETS = ("full", "selective", "every:N")
 
@@ -58,6 +61,13 @@ class Rule:
     """What it does, in words."""
     pattern: str | None = None
     """The pattern, if it is one."""
+    away: Offload | None = None
+    """Where what the module saves for backward is sent; None to send nothing."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether calls of the module are other than plain."""
+        return self.choices is not None or self.away is not None
 
 
 def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
@@ -76,21 +86,39 @@ def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
             f"{{'layers.*': {dict(rules)!r}}}"
         )
         raise ValueError(message)
-    return [_parse_rule(key, value) for key, value in rules.items()]
+    shared = functools.cache(make_offload)  # one for all modules, which are parts of one step
+    return [_parse_rule(key, value, shared) for key, value in rules.items()]
 
 
-def _parse_rule(key: Key, value: Value) -> Rule:
+def read_away(value: Any, shared: Callable[[], Offload] = make_offload) -> Offload | None:
+    """Where values are to be sent, if a rule's value says that."""
+    if value is Decision.OFFLOAD:
+        return shared()
+    return value if isinstance(value, Offload) else None
+
+
+def describe_away(away: Offload) -> str:
+    """What it does, in words."""
+    return f"offload to {away.tier}"
+
+
+def _parse_rule(key: Key, value: Value, shared: Callable[[], Offload]) -> Rule:
     text = _describe_key(key)
+    pattern = key if isinstance(key, str) else None
+    away = read_away(value, shared)
+    if away is not None:
+        what = describe_away(away)
+        return Rule(matches=_parse_key(key), choices=None, text=text, what=what, pattern=pattern, away=away)
     try:
-        choices, what = parse_value(value)
+        plain: Any = value
+        choices, what = parse_value(plain)
     except (ValueError, TypeError) as error:
         message = f"rule {text}: {error}"
         raise type(error)(message) from None
-    pattern = key if isinstance(key, str) else None
     return Rule(matches=_parse_key(key), choices=choices, text=text, what=what, pattern=pattern)
 
 
-def parse_value(value: Value) -> tuple[Choices | None, str]:
+def parse_value(value: str | PolicyLike | Mapping[str, Any]) -> tuple[Choices | None, str]:
     """How to make regions, or None to keep modules as they are; and what that is in words.
 
     Raises:
@@ -109,9 +137,6 @@ def parse_value(value: Value) -> tuple[Choices | None, str]:
         return None, "save"
     if value is Decision.RECOMPUTE:
         return Choices(), "recompute"
-    if value is Decision.OFFLOAD:
-        message = "Decision.OFFLOAD cannot be carried out yet; use Decision.RECOMPUTE, Decision.SAVE or a policy"
-        raise ValueError(message)
     if isinstance(value, Mapping):
         choices = parse_mapping(value)
         words = ", ".join(f"{name}={option!r}" for name, option in value.items() if name != "policy")

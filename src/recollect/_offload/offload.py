@@ -13,9 +13,11 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._core.units import parse_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
+from recollect._offload.parcels import Stayed
 from recollect._offload.session import Session, SessionOptions
 from recollect._offload.tiers import Tier, shared_hosts
 from recollect._offload.transfers import Transfers
@@ -76,6 +78,20 @@ class Offload:
         return f"<{self.report()}>"
 
 
+class Staying:
+    """A context in which saved values stay where they are, inside one that sends them away."""
+
+    def __enter__(self) -> Self:
+        """Put hooks in force that keep."""
+        push_hooks(Stayed, Stayed.get)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pop_hooks()
+
+
 def offload(
     tier: TierLike = "host",
     *,
@@ -123,11 +139,23 @@ def offload(
     """
     options = _read_options(tier, directory, min_bytes, limit, in_flight, wait, compress)
     frame = sys._getframe(1)  # noqa: SLF001
-    sessions = _places.sessions.setdefault(frame.f_code, {})
-    key = (frame.f_lasti, options)
+    return Offload(_session_at(frame.f_code, frame.f_lasti, options))
+
+
+def offload_everything() -> Offload:
+    """One for all that ask in this thread: to the host, small values too, copies of those that are there already."""
+    here = offload_everything.__code__
+    session = _session_at(here, 0, _read_options("host", None, 0, None, _IN_FLIGHT, True, None))  # noqa: FBT003
+    session.transfers.copies_host = True
+    return Offload(session)
+
+
+def _session_at(code: CodeType, instruction: int, options: _Options) -> Session:
+    sessions = _places.sessions.setdefault(code, {})
+    key = (instruction, options)
     if key not in sessions:
         sessions[key] = make_session(*options)
-    return Offload(sessions[key])
+    return sessions[key]
 
 
 def make_offload(tier: TierLike = "host", *, min_bytes: int | str = _MIN_BYTES, copies_host: bool = False) -> Offload:

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.caches import cache_classes, without_cache
+from recollect._apply.sent import offload_all
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.fsdp import run_policy
+from recollect._core.torch_private.functorch import transforms_active
 from recollect._core.torch_private.modules import lists_members
+from recollect._offload.offload import offload_everything
 from recollect.compat.checkpoint import checkpoint
 
 _WRAPPED = "_checkpoint_wrapped_module"
@@ -142,37 +145,19 @@ class OffloadWrapper(ActivationWrapper):
     """Calls the wrapped module with its saved tensors in host memory; made by `offload_wrapper`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module; what it saves for backward is copied to the host."""
-        with _saving_on_host():
+        """Call the wrapped module; what it saves for backward is sent to the host."""
+        if is_dynamo_compiling():
+            from recollect._apply.in_graph import call_in_graph
+
+            return call_in_graph("offloaded", self._checkpoint_wrapped_module, offload_all, args, kwargs)
+        return self._call(args, kwargs)
+
+    @untraced
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if transforms_active():  # torch.func has no saved-tensor hooks
             return self._checkpoint_wrapped_module(*args, **kwargs)
-
-
-def _saving_on_host() -> saved_tensors_hooks:
-    """Hooks that keep device tensors in pinned memory, and copies of those that are on the host already.
-
-    `save_on_cpu` would hold the latter as they are, so that a later change in place would go unseen, or copy them in
-    another memory format, on which the last bit of a product depends.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return saved_tensors_hooks(_copied, _as_it_is)
-    away = save_on_cpu(pin_memory=True, device_type=accelerator.type)
-
-    def pack(tensor: Tensor) -> Any:
-        return _copied(tensor) if tensor.device.type == "cpu" else away.pack_hook(tensor)
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else away.unpack_hook(packed)
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+        with offload_everything():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
 
 
 class CheckpointWrapper(ActivationWrapper):
