@@ -1,13 +1,26 @@
-# `make test` and `make demo` need only python3 (3.11 or later): they create .venv and install what is missing.
+# `make test`, `make quick` and `make demo` need only python3 (3.11 or later): they create .venv and install what is
+# missing. `make test` runs everything; `make quick` is what one runs while working.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SCRATCH := build/wheel
 
-.PHONY: setup test lint format types layers changelog tests docs wheel demo bench clean
+# How many processes run tests. Each uses one thread, so one for each core.
+JOBS ?= auto
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-test: lint types layers changelog tests docs wheel
+.PHONY: setup test quick checks lint format types layers changelog tests docs wheel demo bench clean
+
+# The checks take a core each, so two at a time; the output of each stays together where this make can do that.
+test: setup
+	$(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) checks
+	$(MAKE) tests
+
+checks: types lint layers changelog docs wheel
+
+quick: setup lint
+	$(PYTEST) --quiet -m "not slow"
 
 setup: $(READY)
 
@@ -38,7 +51,7 @@ changelog: setup
 	$(BIN)/towncrier build --draft --version next
 
 tests: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 docs: setup
 	$(BIN)/python -m sphinx -E -W -n --keep-going -b html docs docs/_build/html

@@ -1,10 +1,13 @@
-"""Settings for all tests: hypothesis profiles, and skipping what needs an accelerator where there is none."""
+"""Settings for all tests: hypothesis profiles, what is skipped, what is slow, and who runs what where several run."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.collecting import collect_new
 
 # The first example of a property may pay for torch's start-up, so time limits would only make tests flaky.
 settings.register_profile("local", deadline=None)
@@ -17,10 +20,42 @@ torch.set_num_threads(1)
 
 collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
 
+# These compile, start processes or a browser, or load a trainer.
+SLOW = (
+    "tests/apply/test_orders.py",
+    "tests/apply/test_trainers.py",
+    "tests/compat/test_higher_order.py",
+    "tests/compile/",
+    "tests/distributed/",
+    "tests/zoo/",
+)
+SHARED = {"ranks", "browser"}  # fixtures that start processes: those who use one stay together
+CHUNK = 40
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.accelerator.is_available():
-        return
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+        if item.nodeid.startswith(SLOW) or not SHARED.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):
+        share_out(items)
+
+
+def pytest_collection_finish() -> None:
+    collect_new()  # all that collecting made stays; later collections need not look at it
+
+
+def share_out(items: list[pytest.Item]) -> None:
+    """Say which tests go to the same process: chunks of a file, slow ones first, and together what shares processes."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    seen = Counter[str]()
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = f"{file} {seen[file] // CHUNK}"
+        seen[file] += 1
+        shared = SHARED.intersection(getattr(item, "fixturenames", ()))
+        if shared:
+            group = min(shared)
+        item.add_marker(pytest.mark.xdist_group(group))

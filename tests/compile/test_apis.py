@@ -16,6 +16,7 @@ from recollect import Decision, Site, compat, policies
 from recollect.compat import CheckpointPolicy, composable
 from tests.compile.counting import Step, assert_same, parameters_of, run_compiled, run_step
 from tests.models import GPT
+from tests.naming import name_of
 
 pytestmark = [
     # Dynamo looks at the .grad of every tensor that it meets.
@@ -250,7 +251,7 @@ def test_two_policies_agree_on_what_is_kept(inputs: Any) -> None:
         {"preserve_rng": ["torch", "python"]},
         {"name": "block"},
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_options_that_mean_nothing_in_a_graph_do_no_harm(inputs: Any, options: Any) -> None:
     assert counted(recollect.checkpoint(mix, **options), inputs) == ALL_AGAIN
@@ -358,7 +359,7 @@ POLICIES: list[tuple[Any, dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"), POLICIES, ids=lambda value: "" if isinstance(value, dict) else repr(value)
+    ("policy", "expected"), POLICIES, ids=lambda value: "" if isinstance(value, dict) else name_of(value)
 )
 def test_each_policy_of_the_catalogue_decides_operator_by_operator(inputs: Any, policy: Any, expected: Any) -> None:
     assert counted(recollect.checkpoint(mix, policy=policy, name="mixed"), inputs) == expected
@@ -367,7 +368,7 @@ def test_each_policy_of_the_catalogue_decides_operator_by_operator(inputs: Any, 
 @pytest.mark.parametrize(
     "policy",
     [policies.save_ops("aten.bmm.default"), policies.save_names("nope"), policies.save_modules("nope")],
-    ids=str,
+    ids=name_of,
 )
 def test_a_policy_that_matches_nothing_says_so_in_a_graph_too(inputs: Any, policy: Any) -> None:
     with pytest.warns(UserWarning, match=r"matched nothing"):
@@ -648,7 +649,7 @@ def test_checkpoint_with_torchs_signature(inputs: Any, use_reentrant: Any) -> No
         {"scale": 1.0},
         {"context_fn": compat.noop_context_fn},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 def test_options_of_torchs_signature_do_no_harm(inputs: Any, options: Any) -> None:
     def call(x: Tensor, w: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from recollect import compat
 from recollect._profile.memory import LiveBytes
 from tests.collecting import collect_new, without_collector
 from tests.models import GPT
+from tests.naming import name_of
 from tests.watching import Counted, Operators, backward, what_is_in_force
 
 # torch itself scripts some decompositions when the first dual number is made.
@@ -268,7 +269,7 @@ def unsteady_router(steadiness: list[float]) -> Callable[..., Tensor]:
         recollect.policies.save_names("q"),
         lambda _: recollect.Decision.RECOMPUTE,
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_complaint_08_routing_does_not_flip_on_recomputation(policy: Any) -> None:
     # A tie that falls another way in recomputation sends a token to another expert, and nobody notices.
@@ -696,7 +697,7 @@ def test_complaint_21_inputs_are_let_go_before_the_regions_backward_is_done() ->
         recollect.policies.save_larger_than(0),
         recollect.policies.save_names("warm"),
     ],
-    ids=str,
+    ids=name_of,
 )
 @pytest.mark.parametrize("in_call", [0, 1, 2])
 def test_complaint_22_warm_ups_of_an_autotuner_are_not_kept(policy: Any, in_call: int) -> None:
@@ -728,7 +729,7 @@ def test_complaint_22_warm_ups_of_an_autotuner_are_not_kept(policy: Any, in_call
         assert watch.seen == 20
 
 
-@pytest.mark.parametrize("policy", [recollect.policies.save_all, recollect.policies.save_matmuls], ids=str)
+@pytest.mark.parametrize("policy", [recollect.policies.save_all, recollect.policies.save_matmuls], ids=name_of)
 def test_complaint_22_warm_ups_that_recomputation_does_not_repeat_are_not_taken_for_activations(policy: Any) -> None:
     # The same: what is kept of the first product must not be that of a try on made-up data.
     is_tuned: list[bool] = []
@@ -877,7 +878,7 @@ def test_complaint_25_keeping_operators_costs_far_less_than_torchs_dispatch_mode
         recollect.policies.save_names("part"),
         recollect.policies.save_modules("0"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_complaint_25_no_dispatch_mode_is_in_force_once_the_policy_was_asked(policy: Any) -> None:
     # The same, seen from inside: at the first calls a mode may learn, later there is none.

@@ -16,6 +16,7 @@ from recollect._core.scope import watcher
 from recollect._policy.base import PolicyLike
 from recollect._profile.memory import LiveBytes
 from tests.collecting import collect_new, without_collector
+from tests.naming import name_of
 from tests.watching import Region, Watched, backward, token_held_by, what_is_in_force
 
 # Many of these policies match nothing on purpose.
@@ -201,7 +202,7 @@ def use_and_fail(fn: Region, policy: PolicyLike) -> None:
 @pytest.mark.parametrize(
     "policy",
     [policies.save_nothing, policies.save_all, policies.save_matmuls, keep_products, policies.save_names("q")],
-    ids=str,
+    ids=name_of,
 )
 def test_no_use_under_a_policy_leaves_a_reference_cycle(
     use: Callable[[Region, PolicyLike], None], policy: PolicyLike
@@ -239,7 +240,7 @@ def products_and_views(x: Tensor, w: Tensor) -> Tensor:
         policies.save_names("h", "turned", "flat"),
         policies.save_ops("aten.mm.default", "aten.t.default", "aten.view.default", "aten.split.Tensor"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_kept_value_and_its_views_are_held_once(policy: PolicyLike) -> None:
     x, w = square(), square()
@@ -248,8 +249,10 @@ def test_a_kept_value_and_its_views_are_held_once(policy: PolicyLike) -> None:
     assert [kept - least for kept, least in zip(ours, nothing, strict=True)] == [UNIT] * STEPS
 
 
-@pytest.mark.parametrize("outer", [policies.save_matmuls, keep_products, policies.save_ops("aten.mm.default")], ids=str)
-@pytest.mark.parametrize("inner", [policies.save_matmuls, keep_products, policies.save_names("h")], ids=str)
+@pytest.mark.parametrize(
+    "outer", [policies.save_matmuls, keep_products, policies.save_ops("aten.mm.default")], ids=name_of
+)
+@pytest.mark.parametrize("inner", [policies.save_matmuls, keep_products, policies.save_names("h")], ids=name_of)
 def test_a_value_that_two_nested_policies_keep_is_held_once(outer: PolicyLike, inner: PolicyLike) -> None:
     def part(x: Tensor, w: Tensor) -> Tensor:
         return recollect.name(x @ w, "h").sin()
@@ -296,7 +299,7 @@ def test_recomputed_values_go_as_backward_uses_them() -> None:
         assert all(ours <= theirs for ours, theirs in zip(step(region), plain, strict=True))
 
 
-@pytest.mark.parametrize("policy", [*WAYS.values(), policies.save_all], ids=str)
+@pytest.mark.parametrize("policy", [*WAYS.values(), policies.save_all], ids=name_of)
 def test_three_hundred_steps_leave_live_bytes_and_objects_flat(policy: PolicyLike) -> None:
     chain = Chain()
     region = recollect.checkpoint(chain, policy=policy)
@@ -347,7 +350,7 @@ class Breaks(nn.Module):
         policies.first_match(policies.save_modules("first"), policies.save_names("block"), keep_products),
         policies.save_all,
     ],
-    ids=str,
+    ids=name_of,
 )
 @pytest.mark.parametrize(
     "place", ["in a kept module", "in a module that is not kept", "in a kept block", "in the function"]

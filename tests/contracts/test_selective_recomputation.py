@@ -14,6 +14,7 @@ import recollect
 from recollect import Decision, Site, policies
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._policy.base import PolicyLike
+from tests.naming import name_of
 from tests.watching import Counted, backward
 
 # Many of these policies match nothing on purpose.
@@ -109,7 +110,7 @@ def keep_second_product(site: Site) -> Decision:
         (Decision.RECOMPUTE, {"mm.default": 2, "sin.default": 1}),
         (keep_second_product, {"mm.default": 1, "sin.default": 1}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_operators_run_again_are_those_the_policy_does_not_keep(policy: PolicyLike, again: dict[str, int]) -> None:
     assert run_again(two_products, policy, squares(3)) == thrice(again)
@@ -124,7 +125,7 @@ def test_operators_run_again_are_those_the_policy_does_not_keep(policy: PolicyLi
         (policies.save_ops("aten.sin.default"), 2),
         (keep_second_product, 1),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_flops_run_again_are_those_the_policy_does_not_keep(policy: PolicyLike, matmuls: int) -> None:
     region = recollect.checkpoint(two_products, policy=policy)
@@ -189,7 +190,7 @@ LAYER = {"native_layer_norm.default": 1, "addmm.default": 3, ATTENTION: 1, "add.
             ["gelu.default", "native_layer_norm.default"],
         ),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_layer_runs_again_what_the_policy_does_not_keep(policy: PolicyLike, kept: list[str]) -> None:
     again = run_again(Layer(), policy, lambda: (torch.randn(2, 4, WIDTH, requires_grad=True),))
@@ -211,7 +212,7 @@ def test_a_layer_runs_again_what_the_policy_does_not_keep(policy: PolicyLike, ke
         (policies.save_modules(nn.Linear), {"", "norm", "mlp", "mlp.1", "mlp.3"}),
         (policies.first_match(policies.save_modules("mlp"), policies.save_matmuls), {"", "norm", "qkv"}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_kept_modules_are_not_entered_again(policy: PolicyLike, entered: set[str]) -> None:
     layer = Layer()
@@ -328,7 +329,7 @@ def routed(choose: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         policies.first_match(policies.save_random, policies.otherwise(Decision.RECOMPUTE)),
         lambda _: Decision.RECOMPUTE,
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_choices_do_not_run_again_under_any_policy(choice: str, policy: PolicyLike) -> None:
     op, choose = CHOICES[choice]
@@ -361,7 +362,7 @@ def test_choices_run_again_without_a_policy() -> None:
 # Random numbers
 
 
-@pytest.mark.parametrize("policy", [policies.save_random, policies.save_ops("aten.bernoulli_.float")], ids=str)
+@pytest.mark.parametrize("policy", [policies.save_random, policies.save_ops("aten.bernoulli_.float")], ids=name_of)
 def test_kept_random_numbers_leave_the_generator_where_forward_left_it(policy: PolicyLike) -> None:
     positions: list[list[Tensor]] = []
 
