@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,54 +28,73 @@ class AppliedPlace:
     """Whether what its calls save for backward is sent away."""
 
 
+_HEADS = ("module", "class", "what", "rule")
+
+
 def describe_places(places: Sequence[AppliedPlace]) -> list[str]:
-    """The lines of a table; places that differ in one number of their names share a line."""
-    rows = [("module", "class", "what", "rule")]
-    for group in _group(places):
-        first = group[0]
-        rows.append((_join([place.name for place in group]), first.class_name, first.what, first.rule))
+    """The lines of a table; places that differ only in the numbers of their names share a line."""
+    rows = [_HEADS, *_rows(places)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join((*map(str.ljust, row, widths), row[3])).rstrip() for row in rows]
 
 
-def _group(places: Iterable[AppliedPlace]) -> list[list[AppliedPlace]]:
+def write_html(head: str, places: Sequence[AppliedPlace], notes: Iterable[str]) -> str:
+    """The same as HTML, for notebooks."""
+    cells = [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in _rows(places)]
+    names = "".join(f"<th>{name}</th>" for name in _HEADS)
+    said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    style = 'style="text-align:left"'
+    return (
+        f"<div><p><b>{html.escape(head)}</b></p><table {style}><thead><tr>{names}</tr></thead>"
+        f"<tbody>{''.join(cells)}</tbody></table>{said}</div>"
+    )
+
+
+def _rows(places: Iterable[AppliedPlace]) -> list[tuple[str, str, str, str]]:
+    """A row for each group of places that differ only in the numbers of their names."""
     groups: dict[tuple[object, ...], list[AppliedPlace]] = {}
     for place in places:
-        parts = place.name.split(".")
-        # The first number is the layer's; others (experts, branches) stay apart.
-        number = next((i for i, part in enumerate(parts) if _is_number(part)), None)
-        frame = tuple("" if i == number else part for i, part in enumerate(parts))
-        key = (frame, number, place.class_name, place.what, place.rule)
-        groups.setdefault(key, []).append(place)
-    return list(groups.values())
+        parts = tuple("" if _is_number(part) else part for part in place.name.split("."))
+        groups.setdefault((parts, place.class_name, place.what, place.rule), []).append(place)
+    return [
+        (_join([place.name for place in group]), group[0].class_name, group[0].what, group[0].rule)
+        for group in groups.values()
+    ]
 
 
 def _join(names: list[str]) -> str:
-    """Names that differ in one number as one.
+    """Names that differ only in numbers as one; with how many they are, where the numbers do not tell.
 
     >>> _join(["layers.0.attn", "layers.1.attn", "layers.2.attn", "layers.5.attn"])
     'layers.0-2,5.attn'
+    >>> _join(["layers.0.experts.0", "layers.0.experts.1", "layers.1.experts.0", "layers.1.experts.1"])
+    'layers.0-1.experts.0-1'
+    >>> _join(["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0"])
+    'stages.*.blocks.* (3)'
     """
     if len(names) == 1:
         return names[0] or "(the model)"
-    split = [name.split(".") for name in names]
-    place = next(i for i, part in enumerate(split[0]) if _is_number(part))
-    numbers = sorted(int(parts[place]) for parts in split)
-    parts = list(split[0])
-    parts[place] = _ranges(numbers)
-    return ".".join(parts)
+    columns = list(zip(*(name.split(".") for name in names), strict=True))
+    sizes = [len(set(column)) for column in columns]
+    if math.prod(sizes) == len(names):
+        return ".".join(
+            column[0] if size == 1 else _ranges(column) for column, size in zip(columns, sizes, strict=True)
+        )
+    parts = (column[0] if size == 1 else "*" for column, size in zip(columns, sizes, strict=True))
+    return f"{'.'.join(parts)} ({len(names)})"
 
 
 def _is_number(part: str) -> bool:
     return part.isascii() and part.isdigit()
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(written: Iterable[str]) -> str:
     """Whole numbers in short: runs from-to, and steps from-to:step where all are evenly apart.
 
-    >>> _ranges([0, 1, 2, 5]), _ranges([0, 2, 4, 6]), _ranges([3])
+    >>> _ranges("0125"), _ranges("0246"), _ranges("3")
     ('0-2,5', '0-6:2', '3')
     """
+    numbers = sorted({int(one) for one in written})
     steps = {b - a for a, b in itertools.pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:  # noqa: PLR2004
         return f"{numbers[0]}-{numbers[-1]}:{steps.pop()}"

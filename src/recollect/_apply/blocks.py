@@ -2,8 +2,10 @@
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
 outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each stage of
-other sizes (as in Swin), are passed through to the blocks. Where no list repeats anything, lists of one block are
-taken, or else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
+other sizes (as in Swin and DenseNet), are passed through to the blocks. Norms are not blocks, and where there are
+blocks of several products, those of a single one (projections, transitions) are left out: recomputing them frees
+little. Where no list repeats anything, lists of one block are taken, or else siblings of one class under any module (a
+U-Net written as ``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from torch.nn.parameter import is_lazy
 from recollect._apply.forwards import is_called
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_NORMS = (  # and what libraries make of them, with an activation inside
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm,
+)  # fmt: skip
+_MANY = 4  # of one class in a stage make it one, although each has other sizes: DenseNet's layers grow
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -33,7 +40,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         or _search(model, (nn.ModuleList,), _any)
         or _search(model, (nn.Module,), _repeated_by_hand)
     )
-    return [module for module in model.modules() if module in found]
+    # A stage may have only one of what others repeat: the same class in a list counts there too.
+    kinds = {type(module) for module in found} - {nn.Sequential}
+    found.update(_search(model, _LISTS, lambda children: [child for child in children if type(child) in kinds]))
+    large = {module for module in found if _count_products(module) > 1}
+    return [module for module in model.modules() if module in (large or found)]
+
+
+def _count_products(module: nn.Module) -> int:
+    """How many weights of products it has: of a linear layer or a convolution, not of a norm."""
+    return sum(is_lazy(parameter) or parameter.dim() > 1 for parameter in module.parameters())
 
 
 Choose = Callable[[list[nn.Module]], list[nn.Module]]
@@ -54,11 +70,18 @@ def _search(
         seen.add(module)
         children = [child for child in vars(module).get("_modules", {}).values() if child is not None]
         if isinstance(module, parents):
-            blocks = choose(children)
-            if blocks and not _are_stages(blocks, frozenset(seen)):
-                found.update(dict.fromkeys(blocks))
+            for blocks in _by_class(choose(children)):
+                if not _are_stages(blocks, frozenset(seen)):
+                    found.update(dict.fromkeys(blocks))
         stack.extend(reversed(children))
     return list(found)
+
+
+def _by_class(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    groups: dict[type[nn.Module], list[nn.Module]] = {}
+    for block in blocks:
+        groups.setdefault(type(block), []).append(block)
+    return list(groups.values())
 
 
 def _repeated(children: list[nn.Module]) -> list[nn.Module]:
@@ -80,7 +103,7 @@ def _any(children: list[nn.Module]) -> list[nn.Module]:
 
 def _is_block(module: nn.Module) -> bool:
     """Whether it is more than a list or one layer of torch: it has parts, or a forward of its user's."""
-    if not is_called(module) or next(module.parameters(), None) is None:
+    if not is_called(module) or isinstance(module, _NORMS) or next(module.parameters(), None) is None:
         return False
     if type(module) is nn.Sequential:
         # One that holds blocks is a stage; one of plain layers is a block itself.
@@ -93,10 +116,11 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
-    """Whether no two of them are alike in their sizes, while each holds blocks of its own that are."""
-    if _most_alike(blocks) > 1:
-        return False
-    return all(_most_alike(_search(block, _LISTS, _repeated, seen)) > 1 for block in blocks)
+    """Whether no two of them have the same sizes, while each holds blocks of its own that do, or many."""
+    return _most_alike(blocks) == 1 and all(
+        _most_alike(inner) > 1 or len(inner) >= _MANY
+        for inner in (_search(block, _LISTS, _repeated, seen) for block in blocks)
+    )
 
 
 def _most_alike(blocks: list[nn.Module]) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.caches import cache_classes, without_cache
-from recollect._apply.options import parse_choices
+from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
 from recollect._core.scope import override
 from recollect._core.units import count_noun
 from recollect._policy.base import PolicyLike
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def checkpoint(
     fn: Callable[P, T],
     *,
-    policy: PolicyLike | None = ...,
+    policy: PolicyLike | str | None = ...,
     name: str | None = ...,
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
@@ -38,7 +38,7 @@ def checkpoint(
 def checkpoint(
     fn: None = None,
     *,
-    policy: PolicyLike | None = ...,
+    policy: PolicyLike | str | None = ...,
     name: str | None = ...,
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
@@ -49,11 +49,12 @@ def checkpoint(
 def checkpoint(
     fn: Callable[..., Any] | None = None,
     *misplaced: Any,
-    policy: PolicyLike | None = None,
+    policy: PolicyLike | str | None = None,
     name: str | None = None,
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,
     check: Check = "metadata",
+    **unknown: Any,
 ) -> Callable[..., Any]:
     """Make a function forget its activations in forward and recompute them in backward.
 
@@ -66,7 +67,8 @@ def checkpoint(
         fn: a function, method or module. Without it, a decorator with these options is returned.
         misplaced: nothing belongs here; the function's arguments go to the function that is returned.
         policy: which values to keep all the same: a function from a `Site` to a `Decision`, or one of
-            `recollect.policies`. None keeps nothing; in a process group of several, what collectives gave is kept.
+            `recollect.policies`, or ``"selective"``. None and ``"full"`` keep nothing; in a process group of several,
+            what collectives gave is kept.
         name: what errors and reports call the region; by default the function's name.
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
             and any `torch.Generator` among the arguments), False not to, or a collection of ``"torch"``,
@@ -74,10 +76,11 @@ def checkpoint(
         early_stop: end recomputation as soon as the last needed tensor is made.
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.
+        unknown: there are no other options; those of torch are refused with what to write instead.
 
     Raises:
         ValueError: an option has a value it cannot have.
-        TypeError: `fn` is not callable, or the function's arguments were given along with it.
+        TypeError: `fn` is not callable, the function's arguments were given along with it, or an option is unknown.
 
     >>> import torch, recollect
     >>> block = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
@@ -113,6 +116,9 @@ def checkpoint(
             "Write recollect.checkpoint(fn)(*args), or use recollect.compat.checkpoint(fn, *args, use_reentrant=False)."
         )
         raise TypeError(message)
+    if unknown:
+        otherwise = "arguments of the function go to what is returned, as in recollect.checkpoint(fn)(x, name=value)"
+        refuse_unknown("recollect.checkpoint", unknown, (*OPTIONS, "name"), otherwise)
     if fn is None:
         return functools.partial(
             checkpoint, policy=policy, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check
@@ -124,7 +130,7 @@ def checkpoint(
     choices = parse_choices(policy=policy, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
     name = name or name_of(fn)
     call, checked = choices.region(name, fn).call, choices.policy
-    caches = cache_classes()
+    tally, caches = choices.tally, cache_classes()
     owner = _module_of(fn) if caches else None
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +140,10 @@ def checkpoint(
             from recollect._apply.in_graph import call_in_graph
 
             return call_in_graph(name, fn, checked, args, kwargs)
-        return call(args, kwargs)
+        result = call(args, kwargs)
+        if tally is not None:
+            warn_if_nothing_kept(tally, f"region '{name}'")
+        return result
 
     # Half the cost of functools.update_wrapper, which matters where a model wraps its blocks at each call.
     wrapper.__wrapped__ = fn  # type: ignore[attr-defined]

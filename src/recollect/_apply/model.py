@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+from weakref import ref
 
 from torch import nn
 
-from recollect._apply.applied import AppliedPlace, describe_places
+from recollect._apply.applied import AppliedPlace, describe_places, write_html
 from recollect._apply.blocks import find_blocks
 from recollect._apply.caches import switches_for
 from recollect._apply.instance_forward import InstanceForward, entries_of
-from recollect._apply.options import Choices
+from recollect._apply.options import Choices, refuse_unknown
 from recollect._apply.rules import (
     PRESETS,
     Rule,
@@ -53,6 +54,7 @@ class Applied:
     """
 
     def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
+        self._model = ref(model)
         self._model_name = type(model).__name__
         self.places = tuple(places)
         self._entries: list[InstanceForward] = []
@@ -76,6 +78,16 @@ class Applied:
             raise ValueError(message)
         return self._away[0].report()
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None if it is gone, for a handle does not keep it."""
+        return self._model()
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether some region keeps values by a policy."""
+        return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
+
     def remove(self) -> None:
         """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
         while self._entries:
@@ -93,6 +105,11 @@ class Applied:
 
     def __str__(self) -> str:
         """The table."""
+        return "\n".join([self.head, *describe_places(self.places), *self._notes])
+
+    @property
+    def head(self) -> str:
+        """What was done, in one line."""
         regions = sum(place.is_region for place in self.places)
         kept = sum(place.is_kept for place in self.places)
         sent = sum(place.is_sent for place in self.places)
@@ -103,17 +120,23 @@ class Applied:
             head += f", {count_noun(sent, 'module')} offloaded"
         if self.is_removed:
             head += " (removed)"
-        return "\n".join([head, *describe_places(self.places), *self._notes])
+        return head
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return write_html(self.head, self.places, self._notes)
 
 
 def apply(
     model: nn.Module,
     rules: Rules | None = None,
     *,
+    policy: PolicyLike | str | None = None,
     every: int | None = None,
     first: int | None = None,
+    **unknown: Any,
 ) -> Applied:
     """Make modules of a model forget their activations, by name, class or predicate, without an edit.
 
@@ -129,11 +152,13 @@ def apply(
             ``"full"``, ``"selective"``, a mapping of the options of `checkpoint`, or a `recollect.offload`, of which
             `Decision.OFFLOAD` is the default one. A module that is saved inside one that is recomputed is not run
             again.
-            Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention and every
-            second matrix product are kept) or ``"every:2"``. None means ``"full"``.
+            Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention, every
+            second matrix product and convolutions are kept) or ``"every:2"``. None means ``"full"``.
+        policy: what the model's repeated blocks keep, written as for `checkpoint`; in place of `rules`.
         every: of the regions that the rules give, outermost ones in the model's order, only each so many-th: 2 takes
             the first, third and so on.
         first: only of the first so many.
+        unknown: there are no other options; those of torch are refused with what to write instead.
 
     Returns:
         A handle, which prints what was applied where; its `remove` restores the model.
@@ -141,7 +166,7 @@ def apply(
     Raises:
         ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, or a rule has a
             value it cannot have.
-        TypeError: the model is no module, or a rule is of no kind that there is.
+        TypeError: the model is not a module, a rule has a type that it cannot have, or an option is unknown.
 
     >>> import torch, recollect
     >>> from recollect import Decision
@@ -171,6 +196,11 @@ def apply(
     if not isinstance(model, nn.Module):
         message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {reprlib.repr(model)}"
         raise TypeError(message)
+    if unknown:
+        otherwise = "its options are 'rules', 'policy', 'every', 'first'; others go to modules by name, as in "
+        otherwise += "{'layers.*': {'check': 'values'}}"
+        refuse_unknown("recollect.apply", unknown, ("rules", "policy", "every", "first"), otherwise)
+    rules = _join_policy(rules, policy)
     every, first = _check_count("every", every), _check_count("first", first)
     targets = find_targets(model)
     if isinstance(rules, Mapping):
@@ -192,6 +222,7 @@ def apply(
         if rule.choices is not None
     ]
     sent = by_name(target for target, rule in chosen if rule.away is not None)
+    _let_last_report(stand_ins, model)
     handle = Applied(model, [_place(target, rule, regions, sent) for target, rule in chosen])
     for stand_in in stand_ins:
         handle._put(stand_in)  # noqa: SLF001
@@ -225,6 +256,23 @@ def remove(model: nn.Module) -> None:
     for module in model.modules():
         for entry in list(entries_of(module)):
             entry.take_away()
+
+
+def _join_policy(rules: Rules | None, policy: PolicyLike | str | None) -> Rules | None:
+    """The one of two ways to say what happens to repeated blocks that was taken.
+
+    Raises:
+        ValueError: both were, or rules that already say what is kept where.
+    """
+    if policy is None or rules is None:
+        return rules if policy is None else policy
+    if isinstance(rules, str) and rules.startswith("every:"):
+        message = f"rules={rules!r} and policy=: write every={rules.removeprefix('every:')} and policy="
+    elif isinstance(rules, Mapping):
+        message = "rules say what each module keeps, so policy= has no meaning: write {'layers.*': policy} there"
+    else:
+        message = f"rules={rules!r} and policy={policy!r} both say what the repeated blocks keep; give one of them"
+    raise ValueError(message)
 
 
 Chosen = list[tuple[Target, Rule]]
@@ -354,7 +402,10 @@ def _check_free(chosen: Chosen, targets: list[Target]) -> None:
     for target in _regions_in(chosen):
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:
-            why = "it is a region already, by an earlier recollect.apply: remove that one first (handle.remove())"
+            why = (
+                "it is a region already, by an earlier recollect.apply: take that one away first, by "
+                "recollect.remove(model) or handle.remove()"
+            )
         if why is not None:
             message = f"module '{target.name}' ({type(target.module).__name__}) cannot be made a region: {why}"
             raise ValueError(message)
@@ -372,7 +423,7 @@ def _check_free(chosen: Chosen, targets: list[Target]) -> None:
         for region, path in target.inside(earlier):
             message = (
                 f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is a region by an earlier "
-                "recollect.apply.\nRemove that one (handle.remove()), and give the rules for both at once"
+                "recollect.apply.\nTake that one away (recollect.remove(model)), and give the rules for both at once"
             )
             raise ValueError(message)
 
@@ -432,6 +483,14 @@ def _keeping(choices: Choices, paths: list[str]) -> Choices:
 def _as_pattern(path: str) -> str:
     """A pattern that matches this path alone."""
     return f"re:{re.escape(path)}" if re.search(r"[*?\[\]]", path) else path
+
+
+def _let_last_report(stand_ins: list[StandIn], model: nn.Module) -> None:
+    """Of the regions under one ready-made policy the last one tells whether that keeps nothing: then all were asked."""
+    last = {id(tally): (stand_in, tally) for stand_in in stand_ins if (tally := stand_in.choices.tally) is not None}
+    for stand_in, tally in last.values():
+        count = sum(other.choices.tally is tally for other in stand_ins)
+        stand_in.reports = (tally, f"{count_noun(count, 'region')} of {type(model).__name__}")
 
 
 def _place(target: Target, rule: Rule, regions: dict[str, Target], sent: dict[str, Target]) -> AppliedPlace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from torch import distributed
 from recollect._core.patterns import nearest, quote_all
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy, PolicyLike, as_policy
+from recollect._policy.presets import ReadyMade, Tally, selective
 from recollect._policy.rules import save_nothing
 from recollect._recompute.frame import Options
 from recollect._recompute.match import Check, Matcher
@@ -34,10 +37,29 @@ class Choices:
             return DefaultRegion(name, fn, self.options)
         return SelectiveRegion(name, fn, self.options, self.policy)
 
+    @property
+    def tally(self) -> Tally | None:
+        """What a ready-made policy was asked and kept; None for other policies."""
+        return self.policy.tally if isinstance(self.policy, ReadyMade) else None
+
+
+def warn_if_nothing_kept(tally: Tally, where: str) -> None:
+    """Say once that a ready-made policy keeps nothing, and what would help."""
+    if tally.is_reported or not tally.keeps_nothing:
+        return
+    tally.is_reported = True
+    op = tally.most_expensive()
+    message = (
+        f"'selective' keeps nothing in {where}: no attention, second matrix product or convolution ran there. "
+        "All of it is recomputed, and the policy only costs time.\n"
+        f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or write 'full'."
+    )
+    warnings.warn(message, UserWarning, stacklevel=2)
+
 
 def parse_choices(
     *,
-    policy: PolicyLike | None = None,
+    policy: PolicyLike | str | None = None,
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,
     check: Check = "metadata",
@@ -55,7 +77,18 @@ def parse_choices(
         options = _DEFAULTS
     else:
         options = Options(preserve=parse_preserve(preserve_rng), early_stop=early_stop, matcher=Matcher.parse(check))
-    return Choices(options=options, policy=None if policy is None else as_policy(policy))
+    return Choices(options=options, policy=_parse_policy(policy))
+
+
+def _parse_policy(policy: PolicyLike | str | None) -> Policy | None:
+    if policy is None or policy == "full":
+        return None
+    if isinstance(policy, str):
+        if policy != "selective":
+            message = f"policy={policy!r}: expected 'full', 'selective', one of recollect.policies or a function"
+            raise ValueError(message)
+        return selective()
+    return as_policy(policy)
 
 
 OPTIONS = ("policy", "preserve_rng", "early_stop", "check")
@@ -81,6 +114,43 @@ def parse_mapping(options: Mapping[str, Any]) -> Choices:
             message = f"no option is named {name!r}; {found}"
             raise ValueError(message)
     return parse_choices(**options)
+
+
+# What torch calls its options, and what to write here.
+_TORCHS = {
+    "use_reentrant": "leave it out, there is one engine (for torch's two: recollect.compat.checkpoint)",
+    "preserve_rng_state": "write preserve_rng=",
+    "determinism_check": "write check='metadata' for 'default', or check='none'",
+    "context_fn": "write policy=, as in policy=recollect.policies.save_matmuls",
+    "debug": "wrap the step in `with recollect.explain_mismatch():`",
+    "gradient_checkpointing_kwargs": "leave it out",
+    "budget": "use recollect.fit",
+}
+
+
+def refuse_unknown(caller: str, unknown: Mapping[str, Any], options: Iterable[str], otherwise: str) -> None:
+    """Refuse options that do not exist, and say what to write instead.
+
+    Args:
+        caller: the function they were given to.
+        unknown: what was given.
+        options: those that exist.
+        otherwise: what to say of a name that is like none of them.
+
+    Raises:
+        TypeError: there is one.
+
+    >>> refuse_unknown("recollect.checkpoint", {"use_reentrant": False}, OPTIONS, "")
+    Traceback (most recent call last):
+    ...
+    TypeError: recollect.checkpoint has no option use_reentrant=False: leave it out, there is one engine (for torch's
+    two: recollect.compat.checkpoint)
+    """
+    for name, value in unknown.items():
+        near = nearest(name, list(options))
+        hint = _TORCHS.get(name) or (f"near that: {quote_all(near)}" if near else otherwise)
+        message = f"{caller} has no option {name}={reprlib.repr(value)}: {hint}"
+        raise TypeError(message)
 
 
 class DefaultRegion(Region):

@@ -11,12 +11,11 @@ from typing import Any
 from torch import nn
 
 from recollect._apply.options import OPTIONS, Choices, parse_mapping
-from recollect._core.decisions import Decision, Site
+from recollect._core.decisions import Decision
 from recollect._core.patterns import compile_pattern
 from recollect._offload.offload import Offload, make_offload
-from recollect._policy.base import Policy, PolicyLike, Verdict, as_policy, name_function
-from recollect._policy.combine import first_match
-from recollect._policy.rules import save_attention, save_every
+from recollect._policy.base import Policy, PolicyLike, as_policy, name_function
+from recollect._policy.presets import selective
 
 Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | nn.Module | Callable[..., bool]
 """Which modules: a pattern over names, a class or several, a module itself, or a function of it, or of name and it."""
@@ -26,26 +25,6 @@ Value = str | PolicyLike | Mapping[str, Any] | Offload
 `recollect.offload`."""
 
 PRESETS = ("full", "selective", "every:N")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ReadyMade(Policy):
-    """A policy that users know by a word, for any model: a part of it that matches nothing is no mistake of theirs."""
-
-    word: str
-    policy: Policy
-
-    def judge(self, site: Site) -> Verdict | None:
-        """As the policy."""
-        return self.policy.judge(site)
-
-    def __repr__(self) -> str:
-        return self.word
-
-
-_selective = ReadyMade(
-    "selective", first_match(save_attention, save_every(("aten.mm.default", "aten.addmm.default"), 2))
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +54,7 @@ def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
 
     Raises:
         ValueError: there is none, or one has a value it cannot have.
-        TypeError: a key or value is of no kind that there is.
+        TypeError: a key or value has a type that it cannot have.
     """
     if not rules:
         message = "the rules are empty; leave them out to recompute the model's repeated blocks"
@@ -123,15 +102,15 @@ def parse_value(value: str | PolicyLike | Mapping[str, Any]) -> tuple[Choices | 
 
     Raises:
         ValueError: it has a value it cannot have.
-        TypeError: it is of no kind that there is.
+        TypeError: it has a type that it cannot have.
     """
     if isinstance(value, str):
         if value == "full":
             value = Decision.RECOMPUTE
         elif value == "selective":
-            value = _selective
+            value = selective()
         else:
-            message = f"{value!r} is nothing that can be done; there are 'full' and 'selective'"
+            message = f"{value!r} is not known; there are 'full' and 'selective'"
             raise ValueError(message)
     if value is Decision.SAVE:
         return None, "save"
@@ -210,7 +189,7 @@ def parse_preset(text: str) -> tuple[Value, int | None]:
     >>> parse_preset("layers.*")
     Traceback (most recent call last):
     ...
-    ValueError: 'layers.*' is none of the ready-made rules: 'full', 'selective', 'every:N'.
+    ValueError: 'layers.*' is not one of the ready-made rules 'full', 'selective', 'every:N'.
     To name modules, write {'layers.*': recollect.Decision.RECOMPUTE}
     """
     if text in ("full", "selective"):
@@ -222,7 +201,7 @@ def parse_preset(text: str) -> tuple[Value, int | None]:
         message = f"{text!r}: expected a whole number of at least 1 after 'every:', as in 'every:2'"
         raise ValueError(message)
     message = (
-        f"{text!r} is none of the ready-made rules: {', '.join(map(repr, PRESETS))}.\n"
+        f"{text!r} is not one of the ready-made rules {', '.join(map(repr, PRESETS))}.\n"
         f"To name modules, write {{{text!r}: recollect.Decision.RECOMPUTE}}"
     )
     raise ValueError(message)

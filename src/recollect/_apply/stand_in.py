@@ -14,8 +14,9 @@ from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.instance_forward import InstanceForward, entries_of
-from recollect._apply.options import Choices
+from recollect._apply.options import Choices, warn_if_nothing_kept
 from recollect._core.torch_private.compiler import untraced
+from recollect._policy.presets import Tally
 
 
 class StandIn(InstanceForward):
@@ -26,6 +27,7 @@ class StandIn(InstanceForward):
         self.choices = choices
         self.contexts: Any = None  # what a region in a graph takes its policy from, in torch's way
         self._caches = cache_classes()
+        self.reports: tuple[Tally, str] | None = None  # a tally to look at after each call, and of what it is
 
     def _for_copy(self, copied: nn.Module) -> Self:
         return type(self)(copied, self.name, self.choices)
@@ -55,7 +57,10 @@ class StandIn(InstanceForward):
             return own(*args, **kwargs)
         if self._caches:
             args, kwargs = without_cache(self._owner(), self._caches, args, kwargs)
-        return self.choices.region(self.name, own).call(args, kwargs)
+        result = self.choices.region(self.name, own).call(args, kwargs)
+        if self.reports is not None:
+            warn_if_nothing_kept(*self.reports)
+        return result
 
     def __repr__(self) -> str:
         return f"<forward of '{self.name}' as a region of recollect>"

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from recollect._apply.function import name_of
+from recollect._apply.model import Applied
 from recollect._core.operators import operator_of
 from recollect._policy.judging import BY_DEFAULT
 from recollect._recompute.region import Region
@@ -21,7 +22,7 @@ from recollect._selective.plan import Plan
 from recollect._selective.region import SelectiveRegion
 
 
-def explain(target: Callable[..., Any]) -> Explanation:
+def explain(target: Callable[..., Any] | Applied) -> Explanation:
     """Say what a policy decided: which values are kept and which recomputed, by which rule, their bytes, how often.
 
     It tells of calls that were made; run a step first. Operators that can only be run again (views, writes in place)
@@ -29,7 +30,7 @@ def explain(target: Callable[..., Any]) -> Explanation:
 
     Args:
         target: a region, as `checkpoint` returned it; the module or function it was made of, under whatever policies
-            it ran; or a model, for all the regions in it.
+            it ran; a model, for all the regions in it; or what `apply` returned.
 
     Returns:
         An object that prints as a table, and that has `regions`, each with its `calls`, each with its `sites`.
@@ -57,6 +58,8 @@ def explain(target: Callable[..., Any]) -> Explanation:
     kept 2 values, 20.00 KiB; recomputed 2 values, 20.00 KiB
     recomputed by replaying what backward asks for, from 2 kept results (20.00 KiB)
     """
+    if isinstance(target, Applied):
+        return _explain_applied(target)
     if not callable(target):
         message = f"recollect.explain expects a region, a function or a module, not {type(target).__name__} {target!r}"
         raise TypeError(message)
@@ -76,6 +79,16 @@ def explain(target: Callable[..., Any]) -> Explanation:
         f"Make it one by recollect.checkpoint({name}, policy=...), run a forward with grad mode on, then ask again."
     )
     raise ValueError(message)
+
+
+def _explain_applied(handle: Applied) -> Explanation:
+    model = handle.model
+    if model is None:
+        message = "the model of this handle is gone: keep the model, and ask for recollect.explain(model)"
+        raise ValueError(message)
+    if not handle.has_policy:
+        return Explanation(regions=(), note=f"{handle.head}: none has a policy, so all of them are recomputed")
+    return explain(model)
 
 
 def regions_of(model: nn.Module) -> list[ExplainedRegion]:

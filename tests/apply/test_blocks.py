@@ -1,0 +1,127 @@
+"""The blocks that are picked are those that people would pick, and the table folds them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect._apply.applied import AppliedPlace, describe_places
+
+
+def table(model: nn.Module) -> list[str]:
+    with recollect.apply(model) as handle:
+        return [" ".join(row.split("  ")[0:1]) for row in str(handle).splitlines()[2:]]
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        result: Tensor = self.act(self.drop(super().forward(input)))
+        return result
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, width: int, growth: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = NormAct(width), nn.Conv2d(width, 4 * growth, 1, bias=False)
+        self.norm2, self.conv2 = NormAct(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        result: Tensor = self.conv2(self.norm2(self.conv1(self.norm1(torch.cat(features, 1)))))
+        return result
+
+
+class DenseBlock(nn.ModuleDict):
+    def __init__(self, layers: int, width: int, growth: int) -> None:
+        super().__init__()
+        for n in range(layers):
+            self.add_module(f"denselayer{n + 1}", DenseLayer(width + n * growth, growth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+class Transition(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.add_module("norm", NormAct(width))
+        self.add_module("conv", nn.Conv2d(width, width // 2, 1, bias=False))
+        self.add_module("pool", nn.AvgPool2d(2))
+
+
+def dense_net(layers: Iterable[int], width: int = 8, growth: int = 4) -> nn.Sequential:
+    """DenseNet as timm and torchvision build it."""
+    features: list[tuple[str, nn.Module]] = [("conv0", nn.Conv2d(3, width, 3, padding=1)), ("norm0", NormAct(width))]
+    for n, count in enumerate(layers):
+        features += [(f"denseblock{n + 1}", DenseBlock(count, width, growth))]
+        width += count * growth
+        features += [(f"transition{n + 1}", Transition(width))]
+        width //= 2
+    features += [("norm5", NormAct(width))]
+    model = nn.Sequential()
+    for name, part in features:
+        model.add_module(name, part)
+    return model
+
+
+def test_of_a_dense_net_the_dense_layers_are_picked() -> None:
+    model = dense_net([4, 6, 5])
+    with recollect.apply(model) as handle:
+        assert {place.class_name for place in handle.places} == {"DenseLayer"}
+        assert len(handle.places) == 15
+        model(torch.randn(2, 3, 16, 16)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_a_segformer_no_projections_are_picked() -> None:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    sizes: Any = {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 8, "num_attention_heads": [1, 1, 2, 2]}
+    model = SegformerForSemanticSegmentation(SegformerConfig(**sizes, depths=[2, 2, 3, 2]))
+    with recollect.apply(model) as handle:
+        assert {place.class_name for place in handle.places} == {"SegformerLayer"}
+        assert str(handle).splitlines()[2].startswith("segformer.stages.*.blocks.* (9)  SegformerLayer  recompute")
+
+
+def test_where_all_blocks_have_one_product_they_are_picked() -> None:
+    assert table(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))) == ["0-2"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_a_u_net_every_block_is_picked_also_where_a_stage_has_one() -> None:
+    from diffusers import UNet2DConditionModel
+
+    kinds: Any = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (8, 16), "layers_per_block": 1, "cross_attention_dim": 8, "attention_head_dim": 4,
+        "norm_num_groups": 4, "sample_size": 8,
+    }  # fmt: skip
+    model = UNet2DConditionModel(**kinds)
+    blocks = [m for m in model.modules() if type(m).__name__ in ("ResnetBlock2D", "Transformer2DModel")]
+    with recollect.apply(model) as handle:
+        assert len(handle.places) == len(blocks)
+
+
+def place(name: str, what: str = "recompute") -> AppliedPlace:
+    return AppliedPlace(name=name, class_name="Block", what=what, rule="r", is_region=True, is_kept=False)
+
+
+def test_equal_rows_fold_across_stages() -> None:
+    names = [f"stages.{stage}.blocks.{n}" for stage, count in enumerate([3, 3, 9, 3]) for n in range(count)]
+    assert describe_places([place(name) for name in names])[1].startswith("stages.*.blocks.* (18)  Block")
+    names = [f"layers.{n}.experts.{expert}" for n in range(2) for expert in range(4)]
+    assert describe_places([place(name) for name in names])[1].startswith("layers.0-1.experts.0-3  Block")
+    different = [place("layers.0"), place("layers.1", "save"), place("layers.2")]
+    assert [row.split()[0] for row in describe_places(different)] == ["module", "layers.0,2", "layers.1"]

@@ -1,0 +1,157 @@
+"""What people write: policies and options spelled one way everywhere, and what to write in place of torch's options."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect import policies
+from tests.models import GPT
+from tests.watching import Operators
+
+TOKENS = torch.arange(14).reshape(2, 7)
+
+
+def rows(handle: recollect.Applied) -> list[str]:
+    return str(handle).splitlines()[2:]
+
+
+@pytest.mark.parametrize("policy", ["selective", "full", policies.save_matmuls], ids=str)
+def test_apply_takes_a_policy_as_checkpoint_does(policy: Any) -> None:
+    model = GPT()
+    with recollect.apply(model, policy) as first:
+        by_position = rows(first)
+    with recollect.apply(model, policy=policy) as second:
+        assert rows(second) == by_position
+    with recollect.apply(model, {"layers.*": {"policy": policy}}) as third:
+        assert [row.split("  ")[2] for row in rows(third)] == [row.split("  ")[2] for row in by_position]
+    with recollect.apply(model, policy=policy, every=2) as fourth:
+        assert sum(place.is_region for place in fourth.places) == 2
+    recollect.checkpoint(model.layers[0], policy=policy)(torch.ones(1, 3, 16)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ("full", "rules='full' and policy='selective' both say what the repeated blocks keep; give one of them"),
+        ("every:2", "rules='every:2' and policy=: write every=2 and policy="),
+        (
+            {"layers.*": "full"},
+            "rules say what each module keeps, so policy= has no meaning: write {'layers.*': policy}",
+        ),
+    ],
+)
+def test_two_answers_to_one_question_are_refused(rules: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        recollect.apply(GPT(), rules, policy="selective")
+
+
+def test_an_unknown_word_for_a_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"policy='fast': expected 'full', 'selective', one of recollect\.policies"):
+        recollect.checkpoint(torch.sin, policy="fast")
+
+
+@pytest.mark.parametrize("call", ["recollect.checkpoint", "recollect.apply"])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"use_reentrant": False}, "use_reentrant=False: leave it out, there is one engine"),
+        ({"preserve_rng_state": True}, "preserve_rng_state=True: write preserve_rng="),
+        (
+            {"determinism_check": "none"},
+            "determinism_check='none': write check='metadata' for 'default', or check='none'",
+        ),
+        ({"context_fn": None}, "context_fn=None: write policy=, as in policy=recollect.policies.save_matmuls"),
+        ({"debug": True}, "debug=True: wrap the step in `with recollect.explain_mismatch():`"),
+        ({"polcy": "full"}, "polcy='full': near that: 'policy'"),
+    ],
+)
+def test_options_of_torch_and_misspelled_ones_say_what_to_write(call: str, options: Any, text: str) -> None:
+    fn: Any = recollect.checkpoint if call == "recollect.checkpoint" else recollect.apply
+    with pytest.raises(TypeError, match=re.escape(f"{call} has no option {text}")):
+        fn(GPT(), **options)
+
+
+def test_arguments_of_the_function_are_sent_to_what_is_returned() -> None:
+    fn: Any = recollect.checkpoint
+    with pytest.raises(TypeError, match=re.escape("as in recollect.checkpoint(fn)(x, name=value)")):
+        fn(torch.sin, attention_mask=None)
+
+
+def test_a_second_apply_names_what_takes_the_first_one_away() -> None:
+    model = GPT()
+    recollect.apply(model)
+    with pytest.raises(ValueError, match=re.escape("by recollect.remove(model) or handle.remove()")):
+        recollect.apply(model)
+    recollect.remove(model)
+    recollect.apply(model).remove()
+
+
+def test_a_handle_can_be_explained() -> None:
+    model = GPT()
+    with recollect.apply(model) as handle:
+        note = "recollect.apply: 4 regions in GPT: none has a policy, so all of them are recomputed"
+        assert str(recollect.explain(handle)) == note
+    with recollect.apply(model, policy=policies.save_matmuls) as handle:
+        model(TOKENS).sum().backward()
+        assert len(recollect.explain(handle).regions) == 4
+    del model
+    with pytest.raises(ValueError, match="the model of this handle is gone"):
+        recollect.explain(handle)
+
+
+def test_a_handle_shows_itself_in_notebooks() -> None:
+    class Odd(GPT):
+        pass
+
+    Odd.__name__ = "<Odd>"
+    page = recollect.apply(Odd())._repr_html_()
+    assert "4 regions in &lt;Odd&gt;" in page
+    assert "<td>layers.0-3</td><td>Block</td><td>recompute</td><td>repeated blocks</td>" in page
+
+
+class Conv(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def test_selective_keeps_convolutions() -> None:
+    model = nn.Sequential(*(Conv(4) for _ in range(3)))
+    recollect.apply(model, "selective")
+    x = torch.randn(2, 4, 5, 5)
+    for _ in range(2):
+        with Operators() as operators:
+            model(x).sum().backward()
+        assert operators.again
+        assert "convolution" not in operators.again
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x * self.scale.weight.sum()).cumsum(0) + self.shift.bias
+
+
+def test_selective_says_when_it_keeps_nothing_and_what_would_help() -> None:
+    model = nn.Sequential(*(Gated() for _ in range(3)))
+    recollect.apply(model, "selective")
+    x = torch.randn(64, 4)
+    with pytest.warns(UserWarning, match=r"'selective' keeps nothing in 3 regions of Sequential") as caught:
+        sum(model(x).sum() for _ in range(3)).backward()
+    assert len(caught) == 1
+    assert re.search(r"policies\.save_ops\('aten\.[A-Za-z.]+'\), or write 'full'\.$", str(caught[0].message))
+    with pytest.warns(UserWarning, match=r"'selective' keeps nothing in region 'Gated'"):
+        recollect.checkpoint(Gated(), policy="selective")(x)
