@@ -1,74 +1,29 @@
-"""Make training fit in memory: forget activations in forward, recollect them in backward."""
+"""Make training fit in memory: forget activations in forward, recollect them in backward.
 
-from recollect import policies
-from recollect._apply.function import checkpoint, explain_mismatch
-from recollect._apply.model import Applied, apply, remove
-from recollect._compile.partition import partitioner
-from recollect._core.decisions import Decision, Site
-from recollect._core.errors import (
-    CaptureError,
-    ChangedInputError,
-    CheckpointError,
-    CompileError,
-    MismatchError,
-    OffloadError,
-    RecollectError,
-    TierFullError,
-    TransformError,
-)
-from recollect._core.plans import Choice, Plan
-from recollect._core.profiles import Profile
-from recollect._core.scope import is_recomputing, name, region
-from recollect._inspect.explain import explain
-from recollect._inspect.oom.watch import OomReport, on_oom
-from recollect._inspect.profile import profile
-from recollect._inspect.report import report
-from recollect._inspect.saved import print_saved
-from recollect._offload.accounts import OffloadReport
-from recollect._offload.offload import Offload, offload
-from recollect._offload.tiers import Tier
-from recollect._recompute.ambient import register_ambient
-from recollect._recompute.graph_rng import graph_rng
-from recollect._recompute.module_state import register_state
-from recollect._recompute.values import ValueCheck
+Where torch is not loaded yet, the names are loaded with the first that is asked for: importing torch takes seconds, and
+`recollect --help` needs none of it.
+"""
 
-__all__ = [
-    "Applied",
-    "CaptureError",
-    "ChangedInputError",
-    "CheckpointError",
-    "Choice",
-    "CompileError",
-    "Decision",
-    "MismatchError",
-    "Offload",
-    "OffloadError",
-    "OffloadReport",
-    "OomReport",
-    "Plan",
-    "Profile",
-    "RecollectError",
-    "Site",
-    "Tier",
-    "TierFullError",
-    "TransformError",
-    "ValueCheck",
-    "apply",
-    "checkpoint",
-    "explain",
-    "explain_mismatch",
-    "graph_rng",
-    "is_recomputing",
-    "name",
-    "offload",
-    "on_oom",
-    "partitioner",
-    "policies",
-    "print_saved",
-    "profile",
-    "region",
-    "register_ambient",
-    "register_state",
-    "remove",
-    "report",
-]
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or "torch" in sys.modules:
+    from recollect._public import *  # noqa: F403
+    from recollect._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "_public":  # asked for by the import below, while it is loaded
+            raise AttributeError(name)
+        from recollect import _public
+
+        if name != "__all__" and name not in _public.__all__:
+            message = f"module 'recollect' has no attribute {name!r}"
+            raise AttributeError(message, name=name)
+        globals().update({known: getattr(_public, known) for known in _public.__all__}, __all__=_public.__all__)
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        from recollect import _public
+
+        return sorted({*globals(), *_public.__all__})

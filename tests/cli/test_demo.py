@@ -15,9 +15,9 @@ pytest.importorskip("typer")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of a smaller batch show the same."""
+    """Two steps of shorter texts show the same."""
     monkeypatch.setattr(small_gpt, "STEPS", 2)
-    monkeypatch.setattr(small_gpt, "BATCH", 4)
+    monkeypatch.setattr(small_gpt, "TOKENS", 128)
 
 
 def test_the_demo_shows_less_memory_and_the_same_training(
@@ -32,15 +32,16 @@ def test_the_demo_shows_less_memory_and_the_same_training(
     monkeypatch.setattr("recollect._cli.report.make_report", report)
     done = invoke("demo", "--quiet")
     assert done.code == 0, done.err
-    names = ("plain", "recollect", "with policy")
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if "│" in line]
-    peaks = {row[0]: float(row[2].split()[0]) for row in rows if row[0] in names}
-    assert peaks["recollect"] < peaks["with policy"] < peaks["plain"]
-    assert [row[5] for row in rows if row[0] in names] == ["", "0", "0"]
-    assert "All 3 losses are equal." in done.out
+    rows = {line[:20].strip(): line[20:].split() for line in done.out.splitlines() if "MiB" in line and " ms " in line}
+    assert list(rows) == ["plain", "full", "attention kept", "products kept too"]
+    peaks = {name: float(row[0]) for name, row in rows.items()}
+    assert peaks["attention kept"] <= peaks["full"] < peaks["products kept too"] < peaks["plain"]
+    assert [row[-1] for row in rows.values()][1:] == ["equal"] * 3
+    assert "All 3 losses are equal, bit for bit." in done.out
+    assert "recollect.apply(model, recollect.policies.save_attention)" in done.out
     assert str(folder / "recollect-demo.html") in done.out
     ((before, after),) = compared
-    assert (before.name, after.name) == ("plain", "recollect")
+    assert (before.name, after.name) == ("plain", "attention kept")
     assert after.peak_bytes < before.peak_bytes
     assert Phase.RECOMPUTATION in {call.phase for call in after.calls}
     assert Phase.RECOMPUTATION not in {call.phase for call in before.calls}

@@ -34,7 +34,7 @@ def test_findings_as_json_are_alone_on_standard_output(invoke: Invoke) -> None:
 
 def test_findings_are_tables_of_what_is_there_and_what_to_do(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = Check(name="a thing", state=State.LIMITED, found="half [of] it", advice="get the other half")
-    monkeypatch.setattr("recollect._cli.doctor.CHECKS", (lambda: iter([odd]),))
+    monkeypatch.setattr("recollect._cli.findings.CHECKS", (lambda: iter([odd]),))
     done = invoke("doctor")
     assert done.code == 0
     assert [word for word in ("a thing", "limited", "half [of] it", "get the other half") if word in done.out] != []
@@ -45,8 +45,8 @@ def test_findings_are_tables_of_what_is_there_and_what_to_do(invoke: Invoke, mon
 
 def test_something_broken_has_exit_code_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Check(name="torch", state=State.BROKEN, found="1.0")
-    monkeypatch.setattr("recollect._cli.doctor.CHECKS", (lambda: iter([broken]),))
-    monkeypatch.setattr("recollect._cli.doctor.measure_links", list)
+    monkeypatch.setattr("recollect._cli.findings.CHECKS", (lambda: iter([broken]),))
+    monkeypatch.setattr("recollect._cli.findings.measure_links", list)
     assert invoke("doctor").code == 1
 
 
@@ -54,8 +54,8 @@ def test_links_that_cannot_be_measured_do_not_stop_it(invoke: Invoke, monkeypatc
     def measure() -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("recollect._cli.doctor.CHECKS", ())
-    monkeypatch.setattr("recollect._cli.doctor.measure_links", measure)
+    monkeypatch.setattr("recollect._cli.findings.CHECKS", ())
+    monkeypatch.setattr("recollect._cli.findings.measure_links", measure)
     done = invoke("doctor", "--json")
     assert done.code == 0
     assert json.loads(done.out)["checks"] == [

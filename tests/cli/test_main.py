@@ -97,7 +97,7 @@ def test_without_its_libraries_the_program_names_the_extra(
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert ended.value.code == WRONG_USAGE
-    expected = f'the command line needs {missing}, not installed here: pip install "recollect[cli]"\n'
+    expected = f'the command line needs {missing}, which is not installed. Run: pip install "recollect[cli]"\n'
     assert capsys.readouterr().err == expected
 
 
@@ -180,6 +180,47 @@ def test_other_errors_pass_through_the_quiet_ending() -> None:
 
     with pytest.raises(ZeroDivisionError):
         end_quietly(broken)()
+
+
+@pytest.mark.parametrize("args", [["--help"], ["profile", "--help"], ["demo", "--html", "no.txt"], ["report", "none"]])
+def test_help_and_wrong_usage_do_not_wait_for_torch(folder: Path, args: list[str]) -> None:
+    program = f"""
+import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules))
+sys.argv = ["recollect", *{args!r}]
+from recollect._cli.main import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment(), cwd=folder
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("after", ["import typer", "import torch"])
+def test_an_interrupt_while_libraries_are_loaded_shows_nothing(folder: Path, after: str) -> None:
+    module = after.split()[1]
+    program = f"""
+import importlib.abc, os, signal, sys, time
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            print("loading", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+sys.argv = ["recollect", "demo"]
+from recollect._cli.main import main
+main()
+"""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 
 def test_the_program_loads_no_command_line_library_before_it_runs() -> None:

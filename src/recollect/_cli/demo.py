@@ -1,28 +1,29 @@
-"""`recollect demo`: trains a small GPT plain, with recollect and under a policy; compares them and writes a report.
+"""`recollect demo`: trains a small GPT plain and with recollect, in several ways; compares them and writes a report.
 
-The checkpointed model forgets what happens inside a block during forward and computes it again during backward, dropout
-masks included: less memory, more time, and bit for bit the same training. The policy keeps what is dear to compute, the
-products and attention: some of the memory for some of the time.
+Under "full" a block forgets what happens inside it during forward and computes it again during backward, dropout masks
+included: less memory, more time, and bit for bit the same training. A policy does better: it keeps what attention gave,
+which is small and expensive to compute, so that recomputation skips it.
 """
 
-import itertools
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
 import recollect
-from recollect import policies
+from recollect._cli.endings import loading
 from recollect._cli.report import check_path, write_report
 from recollect._cli.screen import make_console, show_progress
-from recollect._cli.small_gpt import LAYERS, STEPS, Run, find_loss, train
 from recollect._core.profiles import Profile
 
-DEAR = policies.first_match(policies.save_matmuls, policies.save_attention)
+if TYPE_CHECKING:
+    from recollect._cli.small_gpt import Run
 
-RULES: dict[str, Any] = {"plain": None, "recollect": "full", "with policy": DEAR}
-"""What is applied to the model, which knows nothing of it; its blocks are found."""
+PLAIN, FULL, ATTENTION, PRODUCTS = "plain", "full", "attention kept", "products kept too"
 
 
 def demo(
@@ -32,7 +33,7 @@ def demo(
     ),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Train a small GPT plain, with recollect and under a policy: time, memory, gradients; then a report to open.
+    """Train a small GPT plain and with recollect: time, memory, gradients; then a report to open.
 
     Runs on the CPU in well under a minute.
 
@@ -42,22 +43,35 @@ def demo(
         recollect demo --html /tmp/demo.html
     """
     check_path(html, (".html",))
-    runs: dict[str, Run] = {}
+    with loading():
+        from recollect._cli.small_gpt import count_steps, train
+    rules = make_rules()
     with show_progress("training", quiet=quiet) as show:
-        steps = itertools.count(1)
-        for name, rules in RULES.items():
-            runs[name] = train(rules, after_step=lambda: show(next(steps), len(RULES) * STEPS))
+        runs = train(rules, after_step=lambda done: show(done, len(rules) * count_steps()))
     print_runs(runs)
     with show_progress("profiling", quiet=quiet):
-        before, after = (profile_run(runs[name], name) for name in ("plain", "recollect"))
+        before, after = (profile_run(runs[name], name) for name in (PLAIN, ATTENTION))
     write_report(after, html, against=before, top=20, quiet=True)
-    make_console(soft_wrap=True).print(
-        f"The report compares plain with recollect, value by value: {html.resolve()}", markup=False
-    )
+    console = make_console(soft_wrap=True)
+    console.print("In your own code:  recollect.apply(model, recollect.policies.save_attention)", markup=False)
+    console.print(f"Report, {PLAIN} against '{ATTENTION}', tensor by tensor: {html.resolve()}", markup=False)
+
+
+def make_rules() -> dict[str, Any]:
+    """What is applied to the model, which knows nothing of it; its blocks are found."""
+    policies = recollect.policies
+    return {
+        PLAIN: None,
+        FULL: "full",
+        ATTENTION: policies.save_attention,
+        PRODUCTS: policies.first_match(policies.save_attention, policies.save_matmuls),
+    }
 
 
 def profile_run(run: Run, name: str) -> Profile:
     """The profile of one more step of a training."""
+    from recollect._cli.small_gpt import find_loss
+
     inputs = run.batch[:, :-1]
     return recollect.profile(
         run.model, inputs, optimizer=run.optimizer, loss=lambda scores: find_loss(scores, run.batch), name=name
@@ -67,24 +81,32 @@ def profile_run(run: Run, name: str) -> Profile:
 def print_runs(runs: dict[str, Run]) -> None:
     """Print what the trainings showed, compared with the first of them."""
     plain, *others = runs.values()
-    table = Table(title=f"GPT of {LAYERS} blocks, {STEPS} training steps", title_justify="left")
-    for column in ("", "step time", "peak live bytes", "first loss", "last loss", "gradient difference"):
-        table.add_column(column, justify="right" if column else "left")
+    steps = len(plain.losses)
+    table = Table(
+        title=f"GPT of {len(plain.model.blocks)} blocks, {steps} training steps",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in ("", "peak", "", "step", "", "last loss", "gradients"):
+        table.add_column(column, justify="right" if table.columns else "left", no_wrap=True)
     for name, run in runs.items():
         difference = max((a - b).abs().max().item() for a, b in zip(plain.gradients, run.gradients, strict=True))
+        is_plain = run is plain
         table.add_row(
             name,
-            f"{run.step_s * 1e3:.0f} ms",
             f"{run.peak_bytes / 2**20:.1f} MiB",
-            f"{run.losses[0]:.4f}",
+            "" if is_plain else f"{run.peak_bytes / plain.peak_bytes - 1:+.0%}",
+            f"{run.step_s * 1e3:.0f} ms",
+            "" if is_plain else f"{run.step_s / plain.step_s - 1:+.0%}",
             f"{run.losses[-1]:.4f}",
-            "" if run is plain else f"{difference:g}",
+            "" if is_plain else f"off by {difference:g}" if difference else "equal",
         )
     console = make_console()
     console.print(table)
-    for name, run in list(runs.items())[1:]:
-        memory, duration = run.peak_bytes / plain.peak_bytes, run.step_s / plain.step_s
-        console.print(f"{name}: {1 - memory:.0%} less memory for {duration - 1:.0%} more time")
     equal = all(run.losses == plain.losses for run in others)
-    console.print(f"All {len(plain.losses)} losses are {'equal' if equal else 'NOT equal'}.")
-    console.print("Peak live bytes: activations and gradients of one step, without parameters and optimiser state.")
+    console.print(f"All {steps} losses are {'equal' if equal else 'NOT equal'}, bit for bit.")
+    console.print(
+        "Peak: activations and gradients of one step, without parameters and optimizer state. "
+        "Step: processor time of the quickest one."
+    )

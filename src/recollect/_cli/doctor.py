@@ -1,40 +1,14 @@
-"""`recollect doctor`: what this machine has, how fast bytes move on it, and what of the library works here."""
+"""`recollect doctor`: says what is here, and what of recollect works."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from recollect._cli.checks import CHECKS, Check, Device, State, list_devices
-from recollect._cli.endings import FAILED
-from recollect._cli.screen import ShowProgress, keep_stdout_clean, make_console, show_progress
+from recollect._cli.endings import FAILED, loading
+from recollect._cli.screen import keep_stdout_clean, show_progress
 from recollect._core.documents import write_document
-from recollect._core.units import format_bytes
-from recollect._profile.links import Link, measure_links
 
-_COLOURS = {State.OK: "green", State.ABSENT: "dim", State.LIMITED: "yellow", State.BROKEN: "bold red"}
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What the doctor found.
-
-    Attributes:
-        torch: version of torch.
-        checks: in the order in which they were made.
-        devices: the accelerators.
-        links: that were measured.
-    """
-
-    torch: str
-    checks: tuple[Check, ...]
-    devices: tuple[Device, ...]
-    links: tuple[Link, ...]
 
 
 def doctor(
@@ -51,6 +25,10 @@ def doctor(
         recollect doctor
         recollect doctor --json > machine.json
     """
+    with loading():
+        from recollect._cli.checks import State
+        from recollect._cli.findings import examine, print_findings
+
     with keep_stdout_clean(), show_progress("looking around", quiet=quiet) as show:
         findings = examine(show)
     if json:
@@ -59,37 +37,3 @@ def doctor(
         print_findings(findings)
     if any(check.state is State.BROKEN for check in findings.checks):
         raise typer.Exit(FAILED)
-
-
-def examine(show: ShowProgress) -> Findings:
-    """Make all checks, and measure all links."""
-    checks: list[Check] = []
-    for done, check in enumerate(CHECKS):
-        show(done, len(CHECKS) + 1)
-        checks += check()
-    show(len(CHECKS), len(CHECKS) + 1)
-    links: list[Link] = []
-    try:
-        links += measure_links()
-    except (OSError, RuntimeError) as error:
-        found = f"{error}"
-        checks.append(Check(name="link speeds", state=State.LIMITED, found=found, advice="free some memory or disk"))
-    return Findings(torch=torch.__version__, checks=tuple(checks), devices=tuple(list_devices()), links=tuple(links))
-
-
-def print_findings(findings: Findings) -> None:
-    """Print the findings as two tables."""
-    console = make_console()
-    table = Table(title="what is here", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in ("check", "state", "found", "what to do"):
-        table.add_column(column, overflow="fold", no_wrap=column in {"check", "state"})
-    for check in findings.checks:
-        state = Text(check.state.value, style=_COLOURS[check.state])
-        table.add_row(check.name, state, Text(check.found), Text(check.advice))
-    console.print(table)
-    speeds = Table(title="link speeds, measured", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    speeds.add_column("from and to", no_wrap=True)
-    speeds.add_column("bytes per second", justify="right", no_wrap=True)
-    for link in findings.links:
-        speeds.add_row(link.name, format_bytes(round(link.bytes_per_s)) + "/s")
-    console.print(speeds)

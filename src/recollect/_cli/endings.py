@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
 from typing import ParamSpec, TypeVar
 
@@ -43,6 +45,26 @@ def end_quietly(command: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return ended
+
+
+@contextlib.contextmanager
+def loading() -> Generator[None, None, None]:
+    """Let an interrupt end the process at once while libraries are loaded: there is nothing to clean up yet.
+
+    As an exception it would come up inside whatever is being imported, and some of that prints or swallows it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as in the background of a shell, or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

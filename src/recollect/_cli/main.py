@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from recollect._cli.endings import INTERRUPTED, WRONG_USAGE
+from recollect._cli.endings import INTERRUPTED, WRONG_USAGE, loading
 
 _NEEDED = ("rich", "typer")
 
@@ -22,13 +22,15 @@ def main() -> None:
 
 
 def _run() -> None:
-    missing = [name for name in _NEEDED if not _is_there(name)]
-    if missing:
-        sys.stderr.write(
-            f'the command line needs {" and ".join(missing)}, not installed here: pip install "recollect[cli]"\n'
-        )
-        raise SystemExit(WRONG_USAGE)
-    from recollect._cli.app import app
+    with loading():
+        missing = [name for name in _NEEDED if not _is_there(name)]
+        if missing:
+            sys.stderr.write(
+                f"the command line needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+                'installed. Run: pip install "recollect[cli]"\n'
+            )
+            raise SystemExit(WRONG_USAGE)
+        from recollect._cli.app import app  # without torch, which commands load when they run
 
     app(prog_name="recollect")
 

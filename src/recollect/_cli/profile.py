@@ -1,5 +1,7 @@
 """`recollect profile`: profiles a step that the user names, prints where its memory goes, and writes it to files."""
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import functools
@@ -7,25 +9,22 @@ import importlib
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
 import recollect
-from recollect._cli.endings import FAILED, writing_output
+from recollect._cli.endings import FAILED, loading, writing_output
 from recollect._cli.report import check_path, print_report, write_file, write_report
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, say, show_progress
-from recollect._cli.script import profile_script
-from recollect._cli.seen import Seen
-from recollect._cli.subject import check_function, move_subject, read_subject
 from recollect._cli.target import Function, find_target
-from recollect._cli.users_code import users_code
 from recollect._core.calls import Phase
 from recollect._core.profiles import Profile
-from recollect._inspect.oom.watch import on_oom
-from recollect._profile.dry.roofline import find_device
+
+if TYPE_CHECKING:
+    import torch
+
+# Torch, and what needs it, is imported where it is used: help and wrong usage must not wait for it.
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 _STANDARD_OUTPUT = Path("-")
@@ -110,12 +109,16 @@ def profile(
         fail("--html -: a page cannot go to standard output; give a file")
     # The user's code may change the folder.
     page, data = (None if path is None else path.absolute() for path in (html, json))
+    with loading():
+        from recollect._cli.users_code import users_code
+
+        _ = recollect.on_oom  # torch, and all of the library
     options = _Options(device=device, dtype=dtype, optimizer=optimizer, dry=dry, step=step)
     with contextlib.ExitStack() as stack:
         if json == _STANDARD_OUTPUT:
             stack.enter_context(keep_stdout_clean())
         progress = stack.enter_context(show_progress(f"profiling {target}", quiet=quiet))
-        with users_code(shows_all=traceback), on_oom():
+        with users_code(shows_all=traceback), recollect.on_oom():
             taken = options.take(target, args or [], progress)
     with contextlib.ExitStack() as stack:  # what cannot be written does not keep the others from being written
         if page is not None:
@@ -141,6 +144,8 @@ class _Options:
 
     def take(self, target: str, args: list[str], progress: ShowProgress) -> Profile:
         """The profile of a target."""
+        from recollect._cli.script import profile_script
+
         found = find_target(target)
         if isinstance(found, Function):
             if args:
@@ -153,12 +158,17 @@ class _Options:
         return profile_script(found.path, args, step=self.step, progress=progress)
 
     def _take_function(self, function: Function, progress: ShowProgress) -> Profile:
+        import torch
+
+        from recollect._cli.seen import Seen
+        from recollect._cli.subject import check_function, move_subject, read_subject
+
         check_function(function.call, function.name)
         with Seen() as seen:
             result = self._call(function)
         subject = read_subject(result, function.call, function.name)
         options = {**subject.options, **({} if self.optimizer is None else {"optimizer": self.optimizer})}
-        if isinstance(subject.what, nn.Module):
+        if isinstance(subject.what, torch.nn.Module):
             if self.is_dry:
                 here = "cuda" if torch.cuda.is_available() else "cpu"
                 options |= {"dry": True, "device": self.device or here, "dtype": self.dtype}
@@ -191,6 +201,8 @@ class _Options:
     @contextlib.contextmanager
     def _surroundings(self, device: str | None) -> Generator[None, None, None]:
         """Let new tensors be on a device, and of the dtype."""
+        import torch
+
         before = torch.get_default_dtype()
         with contextlib.nullcontext() if device is None else torch.device(device):
             if self.dtype is not None:
@@ -217,6 +229,8 @@ def _explain_no_backward(name: str, calls: int) -> str:
 
 
 def _read_dtype(name: str) -> torch.dtype:
+    import torch
+
     found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         known = sorted({*_SHORT_DTYPES, *_SHORT_DTYPES.values()})
@@ -225,6 +239,8 @@ def _read_dtype(name: str) -> torch.dtype:
 
 
 def _check_device(name: str) -> None:
+    import torch
+
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch built without a device asserts
@@ -233,6 +249,8 @@ def _check_device(name: str) -> None:
 
 
 def _check_estimate(name: str) -> None:
+    from recollect._profile.dry.roofline import find_device
+
     try:
         find_device(name)
     except ValueError as error:
@@ -240,6 +258,8 @@ def _check_estimate(name: str) -> None:
 
 
 def _read_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    import torch
+
     where, _, what = name.rpartition(":")
     try:
         module = importlib.import_module(where or "torch.optim")

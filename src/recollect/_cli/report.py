@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from recollect._cli.endings import writing_output
+from recollect._cli.endings import loading, writing_output
 from recollect._cli.screen import fail, say, show_progress
 from recollect._core.profiles import Profile
-from recollect._inspect.report import report as make_report
 
 ENDINGS = (".html", ".png", ".svg", ".pdf", ".trace.json", ".txt", ".json")
 
@@ -116,6 +115,14 @@ def write_file(path: Path, text: str, *, quiet: bool, called: Path | None = None
         fail(f"{called or path} cannot be written: {error.strerror}")
     if not quiet:
         say(f"wrote {called or path}")
+
+
+def make_report(profile: Profile, to: Path | None = None, *, against: Profile | None, top: int) -> None:
+    """As `recollect.report`, loaded when it is needed: it brings torch along."""
+    with loading():
+        from recollect._inspect.report import report as make
+
+    make(profile, to, against=against, top=top)
 
 
 def print_report(profile: Profile, *, against: Profile | None, top: int) -> None:

@@ -1,9 +1,8 @@
 """A GPT that learns additions in seconds on a CPU: what the demo trains."""
 
 import random
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,8 @@ from recollect._profile.memory import LiveBytes
 
 __recollect_role__ = Role.PROGRAM
 
-STEPS, BATCH, TOKENS = 16, 16, 128
-DIM, HEADS, LAYERS, DROPOUT = 128, 4, 5, 0.1
+STEPS, BATCH, TOKENS = 12, 2, 512
+DIM, HEADS, LAYERS, DROPOUT = 128, 4, 4, 0.1
 ALPHABET = "0123456789+=; "
 
 
@@ -94,10 +93,10 @@ class Run:
     Attributes:
         losses: of each step.
         gradients: of the last.
-        step_s: how long a step takes, the middle one of all.
+        step_s: processor time of the quickest step: unlike the clock, it does not count what else the machine does.
         peak_bytes: of activations and gradients.
-        model: that was trained.
-        optimizer: that trained it.
+        model: the model that was trained.
+        optimizer: the optimizer that trained it.
         batch: of the last step.
     """
 
@@ -110,43 +109,72 @@ class Run:
     batch: Tensor
 
 
-def train(rules: Any, after_step: Callable[[], None] = lambda: None) -> Run:
-    """Train a new model from the same start.
+def count_steps() -> int:
+    """How many steps one training has; the last is for the meter of memory, and not timed."""
+    return STEPS + 1
+
+
+def train(rules: Mapping[str, Any], after_step: Callable[[int], None] = lambda done: None) -> dict[str, Run]:
+    """Train one new model for each of the rules, all from the same start, step by step in turns.
+
+    Whatever else the machine does meanwhile then disturbs them all, and their times can be compared.
 
     Args:
-        rules: for `recollect.apply`; None to leave the model as it is.
-        after_step: called after each step.
+        rules: for `recollect.apply`, by name; None to leave a model as it is.
+        after_step: called after each step with the number of steps so far.
     """
-    torch.manual_seed(0)
-    model = GPT()
-    if rules is not None:
-        recollect.apply(model, rules)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(batch: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = find_loss(model(batch[:, :-1]), batch)
-        loss.backward()
-        return loss.item()
-
-    data = make_batches()
-    losses, times_s = [], []
+    trainings = {name: _Training(given) for name, given in rules.items()}
+    data, done = make_batches(), 0
     for batch in data:
-        start = time.perf_counter()
-        losses.append(step(batch))
-        times_s.append(time.perf_counter() - start)
-        optimizer.step()
-        after_step()
+        for training in trainings.values():
+            training.step(batch)
+            after_step(done := done + 1)
+    runs = {}
+    for name, training in trainings.items():
+        runs[name] = training.finish(data[0])
+        after_step(done := done + 1)
+    return runs
 
-    with LiveBytes() as meter:  # one more step: the meter slows it down, so it is not timed
-        losses.append(step(data[0]))
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return Run(
-        losses=losses,
-        gradients=gradients,
-        step_s=statistics.median(times_s),
-        peak_bytes=meter.peak_bytes,
-        model=model,
-        optimizer=optimizer,
-        batch=data[0],
-    )
+
+class _Training:
+    """A model in training."""
+
+    def __init__(self, rules: Any) -> None:
+        torch.manual_seed(0)
+        self.model = GPT()
+        if rules is not None:
+            recollect.apply(self.model, rules)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.generator = torch.get_rng_state()  # each has dropout of its own, and all have the same
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
+
+    def step(self, batch: Tensor) -> None:
+        """Train on a batch."""
+        self._run(batch)
+        self.optimizer.step()
+
+    def finish(self, batch: Tensor) -> Run:
+        """One more step: the meter slows it down, so it is not timed."""
+        with LiveBytes() as meter:
+            self._run(batch)
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return Run(
+            losses=self.losses,
+            gradients=gradients,
+            step_s=min(self.times_s[:-1]),
+            peak_bytes=meter.peak_bytes,
+            model=self.model,
+            optimizer=self.optimizer,
+            batch=batch,
+        )
+
+    def _run(self, batch: Tensor) -> None:
+        torch.set_rng_state(self.generator)
+        self.optimizer.zero_grad()
+        start = time.process_time()
+        loss = find_loss(self.model(batch[:, :-1]), batch)
+        loss.backward()
+        self.times_s.append(time.process_time() - start)
+        self.losses.append(loss.item())
+        self.generator = torch.get_rng_state()

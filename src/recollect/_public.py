@@ -1,0 +1,74 @@
+"""The public names of the package: `recollect.__init__` gives them out when the first is asked for."""
+
+from recollect import policies
+from recollect._apply.function import checkpoint, explain_mismatch
+from recollect._apply.model import Applied, apply, remove
+from recollect._compile.partition import partitioner
+from recollect._core.decisions import Decision, Site
+from recollect._core.errors import (
+    CaptureError,
+    ChangedInputError,
+    CheckpointError,
+    CompileError,
+    MismatchError,
+    OffloadError,
+    RecollectError,
+    TierFullError,
+    TransformError,
+)
+from recollect._core.plans import Choice, Plan
+from recollect._core.profiles import Profile
+from recollect._core.scope import is_recomputing, name, region
+from recollect._inspect.explain import explain
+from recollect._inspect.oom.watch import OomReport, on_oom
+from recollect._inspect.profile import profile
+from recollect._inspect.report import report
+from recollect._inspect.saved import print_saved
+from recollect._offload.accounts import OffloadReport
+from recollect._offload.offload import Offload, offload
+from recollect._offload.tiers import Tier
+from recollect._recompute.ambient import register_ambient
+from recollect._recompute.graph_rng import graph_rng
+from recollect._recompute.module_state import register_state
+from recollect._recompute.values import ValueCheck
+
+__all__ = [
+    "Applied",
+    "CaptureError",
+    "ChangedInputError",
+    "CheckpointError",
+    "Choice",
+    "CompileError",
+    "Decision",
+    "MismatchError",
+    "Offload",
+    "OffloadError",
+    "OffloadReport",
+    "OomReport",
+    "Plan",
+    "Profile",
+    "RecollectError",
+    "Site",
+    "Tier",
+    "TierFullError",
+    "TransformError",
+    "ValueCheck",
+    "apply",
+    "checkpoint",
+    "explain",
+    "explain_mismatch",
+    "graph_rng",
+    "is_recomputing",
+    "name",
+    "offload",
+    "on_oom",
+    "partitioner",
+    "policies",
+    "print_saved",
+    "profile",
+    "region",
+    "register_ambient",
+    "register_state",
+    "remove",
+    "report",
+]
