@@ -23,6 +23,7 @@ FREE_OF_TORCH = (
     "recollect._core.errors",
     "recollect._core.families",
     "recollect._core.gains",
+    "recollect._core.held",
     "recollect._core.profiles",
     "recollect._core.patterns",
     "recollect._core.plans",
