@@ -51,7 +51,7 @@ def test_each_command_explains_itself_with_examples(invoke: Invoke, command: str
 def test_help_of_profile_tells_the_convention_and_the_exit_codes(invoke: Invoke) -> None:
     text = " ".join(re.sub(r"[│•]", " ", invoke("profile", "--help").out).split())
     assert "a model, or (model, *inputs)" in text
-    assert "anything else: the function itself was the step" in text
+    assert "anything else, such as a loss: the function itself was the step" in text
     assert "Exit codes: 0 done, 1 the code of the target failed or has no step to profile, 2 wrong usage." in text
 
 

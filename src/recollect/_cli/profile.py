@@ -86,7 +86,7 @@ def profile(
     - a model, or `(model, *inputs)`: forward and backward of the model, whose output is the loss or is summed to one;
     - a mapping with `model`, `inputs` (a mapping: by keyword), `kwargs`, `loss` (output to loss), `optimizer`, `step`;
     - a function that runs a step, or returns its loss: it runs once, and is profiled while it runs again;
-    - anything else, a loss among it: the function itself was the step, and is profiled while it runs again.
+    - anything else, such as a loss: the function itself was the step, and is profiled while it runs again.
 
     If memory runs out, it says what was alive and which modules, recomputed, would have made room.
 
