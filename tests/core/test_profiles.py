@@ -176,3 +176,22 @@ def test_what_is_found_in_place_of_a_number_is_shown_shortly() -> None:
             '{"recollect": "profile", "version": 1, "storages": [{"bytes": "' + "x" * 5000 + '"}], "calls": []}'
         )
     assert len(str(caught.value)) < 120
+
+
+def test_a_profile_is_one_line_where_it_is_shown() -> None:
+    relu = OpCall(op="aten.relu.default", inputs=(Value(storage=0),), outputs=(Value(storage=1),), seconds=0.002)
+    storages = (Storage(bytes=64, lifetime=Lifetime.STEP), Storage(bytes=64))
+    step = Profile(storages=storages, calls=(relu,), name="Net<T>", device="CPU", is_dry=True)
+    assert repr(step) == "<Profile of Net<T> on CPU: peak 128 B, step 2.00 ms, 1 call, estimated>"
+
+
+def test_a_notebook_shows_the_peak_of_a_profile() -> None:
+    relu = OpCall(op="aten.relu.default", module="act", inputs=(Value(storage=0),), outputs=(Value(storage=1),))
+    storages = (Storage(bytes=64, lifetime=Lifetime.STEP), Storage(bytes=64))
+    page = Profile(storages=storages, calls=(relu,), name="Net<T>", notes=("a < b",))._repr_html_()
+    assert "<b>Net&lt;T&gt;: peak 128 B, 1 call</b>" in page
+    assert "forward, aten.relu.default, in act" in page
+    assert "<td>128 B</td>" in page
+    assert "<li>a &lt; b</li>" in page
+    empty = Profile(storages=(), calls=())
+    assert "a step: peak 0 B, 0 calls" in empty._repr_html_()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from recollect._core.calls import Made, OpCall, Saved, Storage
 from recollect._core.decisions import Decision
 from recollect._core.documents import read_document, write_document
+from recollect._core.profile_text import describe_profile, profile_as_html
 from recollect._core.timeline import Timeline, count_forward, find_made
 
 _VERSION = 1
@@ -77,7 +78,7 @@ class AllocatorEntry:
     total_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, for what is worked out when it is first asked
+@dataclass(frozen=True, kw_only=True, repr=False)  # without slots, for what is worked out when it is first asked
 class Profile:
     """What a step does, in the order in which it does it. Compared by value.
 
@@ -162,6 +163,13 @@ class Profile:
             if seconds is not None and not 0 <= seconds < _LONGEST_S:
                 message = f"{where} takes {seconds} seconds"
                 raise ValueError(message)
+
+    def __repr__(self) -> str:
+        """One line; `recollect.report` shows all of it."""
+        return f"<Profile of {describe_profile(self)}>"
+
+    def _repr_html_(self) -> str:
+        return profile_as_html(self)
 
     @property
     def forward_count(self) -> int:

@@ -46,7 +46,8 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     its first forward stay set up, as an ordinary forward would leave them.
 
     A dry profile runs nothing: it follows the step on fake tensors, which need neither the memory nor the device, and
-    estimates. The model may be on ``meta``. It cannot follow a step that decides by the values of tensors.
+    estimates. The model may be on ``meta``. Where the step reads values it is told some, which is noted; a step whose
+    sizes depend on them it cannot follow.
 
     Args:
         step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed to one; a LightningModule

@@ -14,10 +14,10 @@ from recollect._core.calls import Category, Phase
 from recollect._core.families import Families
 from recollect._core.gains import Gain
 from recollect._core.held import find_held
+from recollect._core.numbers import format_flops, format_seconds, format_share
 from recollect._core.patterns import compile_pattern
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
-from recollect._report.numbers import format_flops, format_seconds, format_share
 from recollect._report.summary import PeakRow, find_peak
 
 _MOST = 3

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from recollect._core.calls import Category, Phase
+from recollect._core.numbers import format_share
 from recollect._core.profiles import AllocatorEntry
 from recollect._core.units import format_bytes
-from recollect._report.numbers import format_share
 from recollect._report.summary import PeakRow
 
 _STATE = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER, Category.BUFFER)

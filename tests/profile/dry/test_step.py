@@ -171,21 +171,23 @@ class Deciding(nn.Module):
 @pytest.mark.parametrize(
     ("decide", "op"),
     [
-        (lambda x: x.sum().item(), "aten._local_scalar_dense.default"),
-        (lambda x: x.sum() > 0, "aten._local_scalar_dense.default"),
-        (lambda x: x[x > 0].numel(), "aten.nonzero.default"),
-        (lambda x: x.tolist(), "aten._local_scalar_dense.default"),
+        (lambda x: x.long().sum().item(), "aten._local_scalar_dense.default"),
+        (lambda x: x.long().tolist(), "aten._local_scalar_dense.default"),
+        (lambda x: x.flatten().long().bincount(), "aten.bincount.default"),
+        (lambda x: x.repeat_interleave(x.long()[0], dim=1), "aten.repeat_interleave.Tensor"),
     ],
 )
-def test_a_step_that_decides_by_its_data_is_told_so(decide: Callable[[Tensor], Any], op: str, device: Any) -> None:
+def test_a_step_whose_memory_depends_on_its_data_is_told_so(
+    decide: Callable[[Tensor], Any], op: str, device: Any
+) -> None:
     model = nn.Sequential(nn.Identity(), Deciding(decide))
     with pytest.raises(ValueError) as caught, dry_step([model], torch.ones(2, 4), device=device) as dry:  # noqa: PT011
         model(dry.values)
     said = str(caught.value)
     assert said.startswith(f"{op} in 1 (test_step.py:")
     assert said.endswith(
-        ") needs the values of a tensor, and in a dry profile tensors have none. The step decides by its data "
-        "(.item(), .tolist(), nonzero, a mask as index, `if` on a tensor). Profile a real step: dry=False"
+        ") needs the values of a tensor, and in a dry profile tensors have none. What is read there (.item(), "
+        ".tolist(), a size) decides how much memory the step takes. Profile a real step: dry=False"
     )
 
 

@@ -9,6 +9,7 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -49,6 +50,17 @@ UNKNOWN_ERRORS = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 def fake_mode() -> FakeTensorMode:
     """A mode in which operators compute shapes only. Real tensors that meet it are taken as fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def without_log() -> Generator[None]:
+    """Let torch not log, with all frames, what it raises anyway where an operator refuses fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def is_fake(tensor: Tensor) -> bool:

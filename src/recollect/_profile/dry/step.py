@@ -32,8 +32,10 @@ from recollect._core.torch_private.fake import (
     fake_mode,
     operator_in,
     tables_of,
+    without_log,
 )
 from recollect._profile.contents import CONTAINERS, Contents
+from recollect._profile.dry.answers import Answers
 from recollect._profile.dry.roofline import Device
 from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
@@ -131,6 +133,7 @@ def dry_step(
         stack.callback(before.restore)
         mode = fake_mode()
         stack.enter_context(_explained(modules))
+        stack.enter_context(without_log())
         stack.enter_context(mode)
         for module in modules:
             _replace(module, fakes)
@@ -139,6 +142,7 @@ def dry_step(
             faked = with_fake_parameters(optimizer, fakes.of, on_cuda=device.is_cuda, note=notes.append)
             stack.enter_context(faked)
         translation = stack.enter_context(translated(device)) if device.is_cuda else None
+        stack.enter_context(Answers(lambda said: None if said in notes else notes.append(said)))
         yield DryStep(given, device, modules=modules, translation=translation, notes=notes)
 
 
@@ -170,8 +174,8 @@ def _explained(modules: Iterable[nn.Module]) -> Generator[None]:
         what = operator_in(error)
         message = (
             f"{what} {_locate(error, modules)}needs the values of a tensor, and in a dry profile tensors have none. "
-            "The step decides by its data (.item(), .tolist(), nonzero, a mask as index, `if` on a tensor). Profile a "
-            "real step: dry=False"
+            "What is read there (.item(), .tolist(), a size) decides how much memory the step takes. Profile a real "
+            "step: dry=False"
         )
         raise ValueError(message) from error
     except UNKNOWN_ERRORS as error:

@@ -1,0 +1,192 @@
+"""What a dry step is told where it asks for values that nobody has, if the answer changes its memory little.
+
+| asked for | answer |
+|---|---|
+| a float (``.item()``) | 1.0: floats scale and are logged |
+| an index, out of ``nonzero``, ``topk`` and the like | 0 |
+| a bool (``if`` on a tensor, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
+| where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere; a one-hot mask as often as on average |
+| ``unique`` | all are different |
+| ``bincount`` with ``minlength`` | so many counts |
+
+Numbers that are sizes (an int) and all other values are refused by name, see `step`. Each answer is noted with its
+line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from recollect._core.places import Places
+from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.fake import is_fake
+
+Note = Callable[[str], object]
+_MASKS = (torch.bool, torch.uint8)
+_PASSING_ON = ("aten.index.Tensor", "aten.index_select.default", "aten.clone.default", "aten._to_copy.default")
+"""Operators whose result is true as often as their first argument."""
+_CHOOSING = frozenset({"aten.argmax.default", "aten.argmin.default", "aten.topk.default", "aten.multinomial.default"})
+"""Operators that give indices."""
+_MATRIX = 2
+
+
+class Answers(DispatchMode):
+    """Answers in place of operators that need values.
+
+    Args:
+        note: is told each answer in a sentence.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+        self._places = Places()
+        self._densities: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
+        self._ranges: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self._indices: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
+        self._answers: dict[str, Callable[..., Any]] = {
+            "aten._local_scalar_dense.default": self._read,
+            "aten.equal.default": self._compare,
+            "aten.nonzero.default": self._find,
+            "aten.masked_select.default": self._select,
+            "aten.bincount.default": self._count,
+            "aten._unique2.default": self._distinguish,
+            "aten._grouped_mm.default": _multiply_groups,
+        }
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator, or answer for it."""
+        name = str(func)
+        answer = self._answers.get(name)
+        if answer is not None and isinstance(args[0], Tensor) and is_fake(args[0]):
+            found = answer(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if name.startswith("aten.index.Tensor") and any(_is_mask(index) for index in args[1]):
+            args = (args[0], self._index_by_numbers(args[1]), *args[2:])
+        result = func(*args, **kwargs)
+        if name in _CHOOSING:
+            self._indices[(result if isinstance(result, Tensor) else result[-1]).untyped_storage()] = None
+        if name in _PASSING_ON or name == "aten.eq.Tensor" or name.startswith("aten.scatter"):
+            self._pass_on(name, args, result)
+        elif name.startswith("aten.arange"):
+            self._ranges[result.untyped_storage()] = result.numel()
+        return result
+
+    def _say(self, what: str, answer: str) -> None:
+        _, line = self._places.locate(3)
+        self._note(f"{what}{f' at {line}' if line else ''} has no value in a dry profile: taken as {answer}")
+
+    # Numbers
+
+    def _read(self, tensor: Tensor) -> Any:
+        if tensor.dtype is torch.bool:
+            self._say("what the step decides by", "False")
+            return False
+        if tensor.is_floating_point():
+            self._say("a number that is read", "1.0")
+            return 1.0
+        if tensor.untyped_storage() in self._indices:
+            self._say("an index that is read", "0")
+            return 0
+        return NotImplemented
+
+    def _compare(self, one: Tensor, other: Tensor) -> Any:
+        if one.shape == other.shape:
+            self._say("whether two tensors are equal", "False")
+        return False
+
+    # Places
+
+    def _density(self, mask: Tensor) -> float:
+        """Which part of a mask is true."""
+        return self._densities.get(mask.untyped_storage(), 1.0)
+
+    def _pass_on(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Know how often results are true: those of one-hot masks, and what is taken out of them."""
+        if name.startswith("aten.scatter"):
+            into, dim, index, value = args[:4]
+            if not isinstance(value, Tensor) and value == 1 and index.dim():
+                self._densities[result.untyped_storage()] = index.shape[dim] / max(into.shape[dim], 1)
+        elif name == "aten.eq.Tensor":  # numbers against a range of all there can be: one-hot, as torch composes it
+            count = self._ranges.get(args[1].untyped_storage(), 0)
+            if count and args[0].dim() and args[0].shape[-1] == 1 and result.shape[-1] == count:
+                self._densities[result.untyped_storage()] = 1 / count
+        else:
+            density = self._density(args[0])
+            if density < 1:
+                self._densities[result.untyped_storage()] = density
+
+    def _how_many(self, mask: Tensor) -> int:
+        """How many are true."""
+        density = self._density(mask)
+        answer = "true everywhere" if density == 1 else f"true in {density:.1%}, as often as it is on average"
+        self._say("a mask", answer)
+        return math.ceil(mask.numel() * density)
+
+    def _find(self, mask: Tensor) -> Tensor:
+        found = torch.empty(self._how_many(mask), mask.dim(), dtype=torch.long)
+        self._indices[found.untyped_storage()] = None
+        return found
+
+    def _select(self, tensor: Tensor, mask: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+        count = math.ceil(math.prod(shape) * self._how_many(mask) / max(mask.numel(), 1))
+        return torch.empty(count, dtype=tensor.dtype)
+
+    def _index_by_numbers(self, indices: Any) -> list[Any]:
+        """Masks among indices as the numbers of what they choose."""
+        found: list[Any] = []
+        for index in indices:
+            if not _is_mask(index):
+                found.append(index)
+                continue
+            count = self._how_many(index)
+            found += [torch.empty(count, dtype=torch.long) for _ in range(index.dim())]
+        return found
+
+    # Others
+
+    def _count(self, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+        if not minlength:
+            return NotImplemented
+        self._say("what bincount counts", f"numbers below its minlength, {minlength}")
+        return torch.empty(minlength, dtype=torch.long if weights is None else torch.float64)
+
+    def _distinguish(self, tensor: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        del options
+        self._say("what unique looks at", "all different")
+        count = tensor.numel()
+        inverse = torch.empty(tensor.shape, dtype=torch.long)
+        return torch.empty(count, dtype=tensor.dtype), inverse, torch.empty(count, dtype=torch.long)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in _MASKS and is_fake(index)
+
+
+def _multiply_groups(
+    one: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """A grouped product of any dtype: torch's own form for fake tensors knows bfloat16 alone."""
+    if one.dtype is torch.bfloat16 or one.shape[-1] != other.shape[-2]:
+        return NotImplemented
+    rows, columns = one.shape[-2], other.shape[-1]
+    if one.dim() == other.dim() == _MATRIX:
+        groups = 0 if offs is None else offs.shape[0]
+        shape: tuple[int, ...] = (groups, rows, columns)
+    elif one.dim() == other.dim():
+        shape = (one.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    return torch.empty(shape, dtype=out_dtype or one.dtype)

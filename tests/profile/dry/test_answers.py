@@ -1,0 +1,87 @@
+"""What a dry step is told where it asks for values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import recollect
+from recollect._profile.dry.roofline import find_device
+from recollect._profile.dry.step import dry_step
+
+CPU = find_device("cpu")
+MASK = torch.tensor([True, False, True])
+
+ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
+    "a float": (lambda x: x.sum().item(), 1.0, "a number that is read"),
+    "floats": (lambda x: x[0].tolist(), [1.0] * 4, "a number that is read"),
+    "a condition": (lambda x: 1 if x.sum() > 0 else 2, 2, "what the step decides by"),
+    "equality": (lambda x: torch.equal(x, x + 1), False, "whether two tensors are equal"),
+    "a mask as index": (lambda x: x[x > 0].shape, (12,), "a mask"),
+    "a mask of rows as index": (lambda x: x[x[:, 0] > 0].shape, (3, 4), "a mask"),
+    "where": (lambda x: [part.shape for part in torch.where(x > 0)], [(12,), (12,)], "a mask"),
+    "masked_select": (lambda x: x.masked_select(x > 0).shape, (12,), "a mask"),
+    "unique": (lambda x: x.unique().shape, (12,), "what unique looks at"),
+    "bincount": (lambda x: x[0].long().bincount(minlength=5).shape, (5,), "what bincount counts"),
+    "an index": (lambda x: x[0].topk(1).indices[0].item(), 0, "an index that is read"),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_what_changes_memory_little_is_answered_and_noted(case: str) -> None:
+    ask, answer, what = ANSWERS[case]
+    with dry_step([], torch.ones(3, 4), device=CPU) as dry:
+        assert ask(dry.values) == answer
+        noted = [note for note in dry.notes if note.startswith(what)]
+    assert len(noted) == 1
+    assert "at test_answers.py:" in noted[0]
+    assert "has no value in a dry profile: taken as" in noted[0]
+
+
+def test_a_one_hot_mask_is_true_as_often_as_it_is_on_average() -> None:
+    with dry_step([], torch.zeros(64, 2, dtype=torch.long), device=CPU) as dry:
+        hot = functional.one_hot(dry.values, num_classes=8).permute(2, 1, 0)
+        positions, tokens = torch.where(hot[3])
+    assert positions.shape == tokens.shape == (16,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_grouped_products_of_any_dtype_have_their_shape(dtype: torch.dtype) -> None:
+    x, w = torch.ones(16, 32, dtype=dtype), torch.ones(4, 32, 64, dtype=dtype)
+    ends = torch.tensor([4, 8, 12, 16], dtype=torch.int32)
+    with dry_step([], (x, w, ends), device=CPU) as dry:
+        assert torch._grouped_mm(*dry.values[:2], offs=dry.values[2]).shape == (16, 64)
+
+
+class Experts(nn.Module):
+    """Routed token by token, in a loop over those that are hit."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts)
+        self.up = nn.Parameter(torch.randn(experts, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).topk(1).indices
+        mask = functional.one_hot(chosen, num_classes=len(self.up)).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            _, tokens = torch.where(mask[expert[0]])
+            out = out.index_add(0, tokens, x[tokens] @ self.up[expert[0]])
+        return out
+
+
+def test_experts_in_a_loop_take_about_what_they_take_in_a_real_step() -> None:
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(256, 16)
+    real, dry = (recollect.profile(model, x, dry=dry) for dry in (False, True))
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+
+
+def test_torch_logs_nothing_where_an_operator_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError), dry_step([], torch.ones(2, 3), device=CPU) as dry:
+        dry.values @ dry.values
+    assert not caplog.records
