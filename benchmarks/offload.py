@@ -1,0 +1,371 @@
+"""What offloading costs and frees: the figures of docs/offload.md, each with its target.
+
+On a device (about 4 minutes on an H200), peers and ours taking turns in one process:
+
+    python benchmarks/offload.py --device cuda
+
+The disk tier against ``dd`` with direct I/O and the same block size, on any machine:
+
+    python benchmarks/offload.py --disk /path/on/the/disk --gib 8
+"""
+
+import argparse
+import gc
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from alternate import alternate
+from llama_like import LlamaLike
+from peers import plain as call_plain
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from training import COMPUTE, LAUNCH, SMALL, Model, each_block, train
+
+import recollect
+from recollect._offload.disk import CHUNK_BYTES, DiskTier
+from recollect._offload.offload import Offload
+from recollect._offload.pinned import aligned_bytes
+from recollect._offload.streams import DeviceClock
+from recollect._profile.links import measure_copies
+
+GIB = 2**30
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class StashingOffloader(saved_tensors_hooks):
+    """In the style of TRL's and torchtune's, from their description.
+
+    Out on a stream of its own, into pinned memory allocated for each tensor; the last few stay until their copies are
+    done. Back on the same stream, when backward asks.
+    """
+
+    def __init__(self, min_bytes: int = 1024, stash: int = 5) -> None:
+        self._stream = torch.cuda.Stream()
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._stash, self._min = stash, min_bytes
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_parameter = isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+        if tensor.numel() * tensor.itemsize < self._min or is_parameter or not tensor.is_cuda:
+            return tensor
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            there.copy_(tensor, non_blocking=True)
+        self._leaving.append((tensor, self._stream.record_event()))
+        while len(self._leaving) > self._stash:
+            _, done = self._leaving.popleft()
+            torch.cuda.current_stream().wait_event(done)
+        return there, tensor.device
+
+    def _unpack(self, packed: Any) -> Tensor:
+        self._leaving.clear()
+        if isinstance(packed, Tensor):
+            return packed
+        there, device = packed
+        with torch.cuda.stream(self._stream):
+            here = there.to(device, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        here.record_stream(torch.cuda.current_stream())
+        return here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model, its input, and what to run it under."""
+
+    model: LlamaLike
+    ids: Tensor
+
+    def step(self, context: Context, *, recompute: bool = False) -> Callable[[], None]:
+        call = recomputed if recompute else call_plain
+        run = each_block(call)
+
+        def go() -> None:
+            self.model.zero_grad(set_to_none=False)
+            with context():
+                loss = self.model(self.ids, run)
+            loss.backward()
+
+        return go
+
+
+def recomputed(function: Any, *args: Any) -> Any:
+    return recollect.checkpoint(function)(*args)
+
+
+def say(what: str, value: str, target: str = "", *, is_met: bool | None = None) -> None:
+    mark = {None: " ", True: "+", False: "-"}[is_met]
+    print(f"{mark} {what:58} {value:>16}  {target}", flush=True)
+
+
+def measure_phases(subject: Subject, repeats: int = 5) -> tuple[float, float]:
+    """Seconds of forward and of backward, the fastest of several."""
+    clock = DeviceClock(subject.ids.device)
+    found = []
+    for _ in range(repeats):
+        subject.model.zero_grad(set_to_none=False)
+        stream = torch.accelerator.current_stream()
+        start = clock.mark(stream)
+        loss = subject.model(subject.ids)
+        middle = clock.mark(stream)
+        loss.backward()
+        end = clock.mark(stream)
+        clock.wait(end)
+        found.append((clock.seconds(start, middle), clock.seconds(middle, end)))
+    return min(forward for forward, _ in found), min(backward for _, backward in found)
+
+
+def measure_link(device: torch.device) -> tuple[float, float]:
+    links = {link.name: link.bytes_per_s for link in measure_copies(device, 512 * 2**20)}
+    out = next(speed for name, speed in links.items() if name.startswith(str(device)) and "pinned" in name)
+    back = next(speed for name, speed in links.items() if name.startswith("host to") and "pinned" in name)
+    return out, back
+
+
+def warm(step: Callable[[], None], steps: int = 6) -> None:
+    for _ in range(steps):
+        step()
+    torch.accelerator.synchronize()
+
+
+def on_device(model: Model, device: torch.device) -> None:
+    network, ids = model.build(device, torch.bfloat16)
+    subject = Subject(model=network, ids=ids)
+    train(network, ids, each_block(call_plain))
+    forward_s, backward_s = measure_phases(subject)
+    out, back = measure_link(device)
+    print(f"{model} on {torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    say("forward, backward", f"{forward_s * 1e3:.1f}, {backward_s * 1e3:.1f} ms")
+    say("link out, back", f"{out / 1e9:.1f}, {back / 1e9:.1f} GB/s")
+    floor = torch.accelerator.memory_allocated(device)
+    hidden(subject, floor, out * forward_s)
+    region_inputs(subject)
+    everything(subject, (forward_s, backward_s), (out, back))
+
+
+def hidden(subject: Subject, floor: int, carried: float) -> None:
+    """What the link can carry during forward."""
+    away = recollect.offload(wait=False)
+    steps = {"plain": subject.step(nullcontext), "hidden": subject.step(lambda: away)}
+    warm(steps["hidden"])
+    timings = alternate(steps, device=subject.ids.device, rounds=4, repeats=5)
+    report = away.report()
+    plain, ours = timings["plain"], timings["hidden"]
+    assert plain.peak_bytes is not None
+    assert ours.peak_bytes is not None
+    ratio, sent = ours.median_s / plain.median_s, report.out_bytes
+    freed = plain.peak_bytes - ours.peak_bytes
+    print("\nwhat the link can carry during forward: offload(wait=False)")
+    say(
+        "plain step",
+        f"{plain.median_s * 1e3:.1f} ms",
+        f"peak {(plain.peak_bytes - floor) / GIB:.2f} GiB of activations",
+    )
+    say("sent", f"{sent / GIB:.2f} GiB", f">= {0.85 * carried / GIB:.2f} GiB (85%)", is_met=sent >= 0.85 * carried)
+    say("step / plain", f"{ratio:.3f}", "<= 1.03", is_met=ratio <= 1.03)
+    say("peak lower by, of the bytes sent", f"{freed / max(sent, 1):.0%}", ">= 90%", is_met=freed >= 0.9 * sent)
+    print(f"  {report}")
+    steady_state(away, steps["hidden"])
+
+
+def region_inputs(subject: Subject) -> None:
+    away = recollect.offload()
+    steps = {
+        "recompute": subject.step(nullcontext, recompute=True),
+        "inputs": subject.step(lambda: away, recompute=True),
+    }
+    warm(steps["inputs"])
+    timings = alternate(steps, device=subject.ids.device, rounds=4, repeats=4)
+    report = away.report()
+    ratio = timings["inputs"].median_s / timings["recompute"].median_s
+    freed = (timings["recompute"].peak_bytes or 0) - (timings["inputs"].peak_bytes or 0)
+    print("\nfull recompute, region inputs offloaded")
+    say("step / full recompute", f"{ratio:.3f}", "<= 1.03", is_met=ratio <= 1.03)
+    say("sent", f"{report.out_bytes / GIB:.2f} GiB")
+    is_gone = freed >= 0.9 * report.out_bytes
+    say("peak lower by", f"{freed / GIB:.2f} GiB", "their bytes", is_met=is_gone)
+    print(f"  {report}")
+
+
+def everything(subject: Subject, phases_s: tuple[float, float], links: tuple[float, float]) -> None:
+    away = recollect.offload()
+    stash = StashingOffloader()
+    steps = {
+        "plain": subject.step(nullcontext),
+        "everything": subject.step(lambda: away),
+        "save_on_cpu": subject.step(lambda: save_on_cpu(pin_memory=True)),
+        "TRL style": subject.step(lambda: stash),
+        "full recompute": subject.step(nullcontext, recompute=True),
+    }
+    warm(steps["everything"], 4)
+    timings = alternate(steps, device=subject.ids.device, rounds=2, repeats=3)
+    report = away.report()
+    total = report.out_bytes + report.stayed_bytes
+    bound_s = max(phases_s[0], total / links[0]) + max(phases_s[1], total / links[1])
+    ours = timings["everything"].median_s
+    print("\neverything offloaded: offload()")
+    for name, timing in timings.items():
+        peak = (timing.peak_bytes or 0) / GIB
+        say(
+            name,
+            f"{timing.median_s * 1e3:.1f} ms",
+            f"{timing.median_s / timings['plain'].median_s:.2f} x, {peak:.2f} GiB",
+        )
+    say("step / (link and compute bound)", f"{ours / bound_s:.3f}", "<= 1.05", is_met=ours <= 1.05 * bound_s)
+    rival = timings["save_on_cpu"].median_s
+    say("step / save_on_cpu", f"{ours / rival:.2f}", "< 1", is_met=ours < rival)
+    print(f"  {report}")
+
+
+@contextmanager
+def counted_waits() -> Iterator[list[int]]:
+    """How often the host waits for a device."""
+    waits = [0]
+    real = DeviceClock.wait
+
+    def wait(self: DeviceClock, mark: Any) -> None:
+        waits[0] += 1
+        real(self, mark)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with mock.patch.object(DeviceClock, "wait", wait):
+            yield waits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def steady_state(away: Offload, step: Callable[[], None]) -> None:
+    host = away._session.transfers.host
+    assert host is not None
+    before = host.pool.allocations
+    with counted_waits() as waits:
+        for _ in range(3):
+            step()
+    say(
+        "pinned allocations in 3 steady steps",
+        str(host.pool.allocations - before),
+        "0",
+        is_met=host.pool.allocations == before,
+    )
+    say("host waits in them", str(waits[0]), "0", is_met=waits[0] == 0)
+
+
+def host_cost(model: Model, device: torch.device) -> None:
+    """Time inside the hooks for each value sent, in a step of many small values."""
+    network, ids = model.build(device, torch.bfloat16)
+    subject = Subject(model=network, ids=ids)
+    away = recollect.offload(min_bytes="1MiB")
+    step = subject.step(lambda: away)
+    warm(step, 6)
+    session = away._session
+    spent = [0.0]
+    calls = [0]
+
+    def timed(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(value: Any) -> Any:
+            start = time.perf_counter()
+            result = hook(value)
+            spent[0] += time.perf_counter() - start
+            calls[0] += 1
+            return result
+
+        return run
+
+    torch.accelerator.synchronize()
+    with (
+        mock.patch.object(session, "pack", timed(session.pack)),
+        mock.patch.object(session, "unpack", timed(session.unpack)),
+    ):
+        for _ in range(5):
+            step()
+    torch.accelerator.synchronize()
+    values = max(away.report().values * 5, 1)
+    each = spent[0] / values * 1e6
+    print(f"\nhost cost, {model}")
+    say("values sent in a step, calls of hooks", f"{values // 5}, {calls[0] // 5}")
+    say("host time in hooks per value sent", f"{each:.1f} us", "<= 15 us", is_met=each <= 15)
+
+
+def on_disk(folder: Path, total: int) -> None:
+    """The disk tier against dd, both directions, past the page cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = 64 * 2**20
+    pieces = max(total // size, 4)
+    data = aligned_bytes(size)
+    data.random_(0, 255)
+    rounds: dict[str, list[float]] = {"dd write": [], "tier write": [], "dd read": [], "tier read": []}
+    for _ in range(3):
+        for who, times in (
+            ("dd", time_dd(folder, pieces * size)),
+            ("tier", time_tier(folder, data, pieces)),
+        ):
+            rounds[f"{who} write"].append(times[0])
+            rounds[f"{who} read"].append(times[1])
+    moved = pieces * size
+    print(f"disk tier in {folder}: {moved / GIB:.1f} GiB in blocks of {CHUNK_BYTES // 2**20} MiB")
+    for way in ("write", "read"):
+        theirs, ours = moved / min(rounds[f"dd {way}"]), moved / min(rounds[f"tier {way}"])
+        say(f"{way}: dd, tier", f"{theirs / 1e9:.2f}, {ours / 1e9:.2f} GB/s", ">= 70%", is_met=ours >= 0.7 * theirs)
+
+
+def time_dd(folder: Path, total: int) -> tuple[float, float]:
+    file = folder / "recollect-dd.bin"
+    block, count = f"bs={CHUNK_BYTES}", f"count={total // CHUNK_BYTES}"
+    write_s = dd("if=/dev/zero", f"of={file}", block, count, "oflag=direct", "conv=fsync")
+    read_s = dd(f"if={file}", "of=/dev/null", block, count, "iflag=direct")
+    file.unlink()
+    return write_s, read_s
+
+
+def time_tier(folder: Path, data: Tensor, pieces: int) -> tuple[float, float]:
+    tier = DiskTier(folder)
+    rooms = [aligned_bytes(data.numel()) for _ in range(4)]
+    with ThreadPoolExecutor(4) as workers:
+        start = time.perf_counter()
+        keys = list(workers.map(lambda _: tier.write(data), range(pieces)))
+        write_s = time.perf_counter() - start
+        start = time.perf_counter()
+        list(workers.map(lambda item: tier.read(item[1], rooms[item[0] % 4]), enumerate(keys)))
+        read_s = time.perf_counter() - start
+    tier.close()
+    return write_s, read_s
+
+
+def dd(*arguments: str) -> float:
+    start = time.perf_counter()
+    subprocess.run(["dd", *arguments], check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="of which the figures are to be measured: cuda")
+    parser.add_argument("--disk", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--gib", type=float, default=4.0, help="how much to write there")
+    parser.add_argument("--small", action="store_true", help="a small model, to see that everything runs")
+    options = parser.parse_args()
+    if options.disk is not None:
+        on_disk(options.disk, int(options.gib * GIB))
+    if options.device is not None:
+        device = torch.device(options.device, 0)
+        on_device(SMALL if options.small else COMPUTE, device)
+        gc.collect()
+        host_cost(SMALL if options.small else LAUNCH, device)
+    if options.disk is None and options.device is None:
+        parser.error("say what to measure: --device cuda, --disk DIRECTORY, or both")
+
+
+if __name__ == "__main__":
+    main()
