@@ -6,6 +6,7 @@ from recollect._apply.model import Applied, apply, remove
 from recollect._compile.partition import partitioner
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import (
+    BudgetError,
     CaptureError,
     ChangedInputError,
     CheckpointError,
@@ -19,6 +20,7 @@ from recollect._core.errors import (
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.scope import is_recomputing, name, region
+from recollect._fit.plan import plan
 from recollect._inspect.explain import explain
 from recollect._inspect.oom.watch import OomReport, on_oom
 from recollect._inspect.profile import profile
@@ -34,6 +36,7 @@ from recollect._recompute.values import ValueCheck
 
 __all__ = [
     "Applied",
+    "BudgetError",
     "CaptureError",
     "ChangedInputError",
     "CheckpointError",
@@ -63,6 +66,7 @@ __all__ = [
     "offload",
     "on_oom",
     "partitioner",
+    "plan",
     "policies",
     "print_saved",
     "profile",

@@ -12,6 +12,7 @@ import recollect.compat.higher_order
 
 RECOLLECT = [
     "Applied",
+    "BudgetError",
     "CaptureError",
     "ChangedInputError",
     "CheckpointError",
@@ -41,6 +42,7 @@ RECOLLECT = [
     "offload",
     "on_oom",
     "partitioner",
+    "plan",
     "policies",
     "print_saved",
     "profile",

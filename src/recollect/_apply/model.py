@@ -19,6 +19,7 @@ from recollect._apply.blocks import find_blocks
 from recollect._apply.caches import switches_for
 from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices, refuse_unknown
+from recollect._apply.planned import choose_planned
 from recollect._apply.rules import (
     PRESETS,
     Rule,
@@ -33,6 +34,7 @@ from recollect._apply.sent import SentForward, sent_forward_of
 from recollect._apply.stand_in import StandIn, stand_in_of
 from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
 from recollect._core.decisions import Decision
+from recollect._core.plans import Plan
 from recollect._core.units import count_noun, list_some
 from recollect._offload.accounts import OffloadReport
 from recollect._offload.offload import Offload, Staying
@@ -42,7 +44,7 @@ from recollect._policy.places import save_modules
 
 _log = logging.getLogger("recollect")
 
-Rules = Mapping[Any, Value] | str | PolicyLike | Offload  # keys are `Key`s; a mapping is not covariant in them
+Rules = Mapping[Any, Value] | str | PolicyLike | Offload | Plan  # keys are `Key`s; a mapping is not covariant in them
 
 
 class Applied:
@@ -154,6 +156,7 @@ def apply(
             again.
             Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention, every
             second matrix product and convolutions are kept) or ``"every:2"``. None means ``"full"``.
+            Or a plan of `recollect.plan`.
         policy: what the model's repeated blocks keep, written as for `checkpoint`; in place of `rules`.
         every: of the regions that the rules give, outermost ones in the model's order, only each so many-th: 2 takes
             the first, third and so on.
@@ -164,8 +167,8 @@ def apply(
         A handle, which prints what was applied where; its `remove` restores the model.
 
     Raises:
-        ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, or a rule has a
-            value it cannot have.
+        ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, a rule has a
+            value it cannot have, or a plan was made for another model.
         TypeError: the model is not a module, a rule has a type that it cannot have, or an option is unknown.
 
     >>> import torch, recollect
@@ -203,7 +206,9 @@ def apply(
     rules = _join_policy(rules, policy)
     every, first = _check_count("every", every), _check_count("first", first)
     targets = find_targets(model)
-    if isinstance(rules, Mapping):
+    if isinstance(rules, Plan):
+        chosen = choose_planned(model, targets, rules, every=every, first=first)
+    elif isinstance(rules, Mapping):
         chosen = _match(model, targets, parse_rules(rules))
     else:
         rule, preset = _parse_for_blocks(rules)

@@ -10,7 +10,8 @@
     ├── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
     ├── OffloadError (RuntimeError)         a value that was sent away cannot be had back as it was
     │   └── TierFullError                   a tier has no room: the value stays where it is
-    └── CompileError (RuntimeError)         this torch has not what regions in compiled code need
+    ├── CompileError (RuntimeError)         this torch has not what regions in compiled code need
+    └── BudgetError (ValueError)            no plan fits the budget
 
 Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch has too raise its ``RuntimeError``.
 """
@@ -52,3 +53,15 @@ class TierFullError(OffloadError):
 
 class CompileError(RecollectError, RuntimeError):
     """This version of torch has not what regions in compiled code need; in eager code they work."""
+
+
+class BudgetError(RecollectError, ValueError):
+    """No plan fits the budget.
+
+    Attributes:
+        smallest_bytes: the smallest peak that a plan can reach.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recollect._core.decisions import Decision, Site
 from recollect._core.documents import read_document, write_document
+from recollect._core.forecasts import Fingerprint, Forecast, PlannedRegion
 from recollect._core.patterns import compile_pattern
+from recollect._core.plan_text import describe_plan, plan_as_html
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,15 @@ class Choice:
 class Plan:
     """What is to happen to the values of a step. The first choice that matches a site decides; no choice, no decision.
 
+    `recollect.plan` makes one for a budget, `recollect.apply` puts it on a model. It prints as a table, block by block.
+
     Attributes:
         choices: in the order in which they are looked at.
         name: what reports call it.
+        regions: the modules that become regions; a value in one that no choice is for is recomputed.
+        forecast: what it promises, and what was measured; None for a plan that was written by hand.
+        fingerprint: the step that it was made for.
+        notes: what was assumed, in sentences.
 
     >>> plan = Plan(choices=(
     ...     Choice(decision=Decision.SAVE, op="aten.mm.default"),
@@ -88,6 +96,62 @@ class Plan:
 
     choices: tuple[Choice, ...] = ()
     name: str = ""
+    regions: tuple[PlannedRegion, ...] = ()
+    forecast: Forecast | None = None
+    fingerprint: Fingerprint | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of the whole step, as ``max_memory_allocated`` counts it.
+
+        Raises:
+            ValueError: the plan was written by hand, and promises nothing.
+        """
+        return self._promised().peak_bytes
+
+    @property
+    def step_s(self) -> float:
+        """The predicted time of the step.
+
+        Raises:
+            ValueError: the plan was written by hand, and promises nothing.
+        """
+        return self._promised().step_s
+
+    @property
+    def lower_bound_s(self) -> float | None:
+        """What no plan that only recomputes can beat within the same budget; None if it was not worked out.
+
+        Raises:
+            ValueError: the plan was written by hand, and promises nothing.
+        """
+        return self._promised().lower_bound_s
+
+    def _promised(self) -> Forecast:
+        if self.forecast is None:
+            message = (
+                f"plan {self.name!r} has no forecast: it was written by hand. `recollect.plan` makes plans that do"
+            )
+            raise ValueError(message)
+        return self.forecast
+
+    def diff(self, other: Plan) -> str:
+        """What another plan does differently, region by region, in lines of text; empty if nothing.
+
+        >>> full = PlannedRegion(path="layers.0", kind="Block", way="rerun")
+        >>> print(Plan(regions=(full,)).diff(Plan()))
+        layers.0: rerun -> plain
+        """
+        mine, theirs = ({region.path: region for region in plan.regions} for plan in (self, other))
+        lines = [
+            f"{path}: {_describe_region(mine.get(path))} -> {_describe_region(theirs.get(path))}"
+            for path in dict.fromkeys([*mine, *theirs])
+            if _describe_region(mine.get(path)) != _describe_region(theirs.get(path))
+        ]
+        if set(self.choices) != set(other.choices) and not lines:
+            lines = [f"{len(set(self.choices) ^ set(other.choices))} choices differ"]
+        return "\n".join(lines)
 
     @classmethod
     def of(cls, policy: Callable[[Site], Decision | None], sites: Iterable[Site], *, name: str = "") -> Plan:
@@ -122,8 +186,16 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A short text, the same for equal plans and no others, a key for caches."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        """A short text, the same for plans that decide the same and no others, a key for caches."""
+        decides = replace(self, forecast=None, fingerprint=None, notes=())
+        return hashlib.sha256(decides.to_json().encode()).hexdigest()[:32]
+
+    def __str__(self) -> str:
+        """The plan as a table."""
+        return describe_plan(self.name, self.regions, self.forecast, len(self.choices))
+
+    def _repr_html_(self) -> str:
+        return plan_as_html(self.name, self.regions, self.forecast, len(self.choices))
 
     def to_json(self) -> str:
         """The plan as text that `from_json` reads."""
@@ -150,6 +222,12 @@ class Plan:
     @functools.cached_property
     def _patterns(self) -> list[tuple[int, Callable[[Site], bool], Choice]]:
         return [(at, _matcher(choice), choice) for at, choice in enumerate(self.choices) if not choice.is_exact]
+
+
+def _describe_region(region: PlannedRegion | None) -> str:
+    if region is None:
+        return "plain"
+    return f"{region.way}, keeps {region.keeps}" if region.keeps else region.way
 
 
 def _key(place: Site | Choice) -> tuple[object, ...]:

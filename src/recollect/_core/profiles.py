@@ -185,6 +185,11 @@ class Profile:
         """How long each storage is there, and how many bytes are at each call."""
         return Timeline(self.storages, self.calls, rounding_bytes=self.rounding_bytes, fixed_bytes=self.fixed_bytes)
 
+    @functools.cached_property
+    def derived(self) -> dict[str, object]:
+        """What others have worked out of this profile, by their names; kept as long as it is, and no part of it."""
+        return {}
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use at a time, on the device that is profiled."""

@@ -1,0 +1,76 @@
+"""A plan meets a model: its regions are found by path, and each is told what to keep."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from recollect._apply.options import Choices
+from recollect._apply.rules import Rule
+from recollect._apply.targets import Target, by_name
+from recollect._core.forecasts import PlannedRegion
+from recollect._core.patterns import nearest_paths, quote_all
+from recollect._core.plans import Plan
+from recollect._policy.by_plan import follow_plan
+
+_RERUN = "rerun"
+
+
+def choose_planned(
+    model: nn.Module, targets: list[Target], plan: Plan, *, every: int | None = None, first: int | None = None
+) -> list[tuple[Target, Rule]]:
+    """The modules that a plan makes regions, each with what is to become of it.
+
+    Raises:
+        ValueError: the plan was made for another model, or names no regions; or an option is given that is for rules.
+    """
+    if every is not None or first is not None:
+        message = f"every={every}, first={first} are for rules: a plan says which modules it is for"
+        raise ValueError(message)
+    if not plan.regions and plan.choices:
+        message = (
+            f"plan {plan.name!r} names no regions: it decides values, not modules. Give it to `recollect.partitioner`, "
+            "or have one made for this model: recollect.plan(recollect.profile(model, ...), budget=...)"
+        )
+        raise ValueError(message)
+    names = by_name(targets)
+    chosen: list[tuple[Target, Rule]] = []
+    for region in plan.regions:
+        target = names.get(region.path)
+        why = _misfit(region, target, names)
+        if target is None or why:
+            raise ValueError(_refuse(model, plan, why))
+        chosen.append((target, _make_rule(plan, region)))
+    return chosen
+
+
+def _make_rule(plan: Plan, region: PlannedRegion) -> Rule:
+    policy = None if region.way == _RERUN else follow_plan(plan, region.path)
+    keeps = f", keep {region.keeps}" if region.keeps else ""
+    return Rule(
+        matches=lambda name, module: True,
+        choices=Choices(policy=policy),
+        text=f"plan {plan.name}".rstrip(),
+        what=f"recompute{keeps}",
+    )
+
+
+def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Target]) -> str:
+    """Why a region cannot be the one that the plan was made for; empty if it can."""
+    if target is None:
+        near = nearest_paths(region.path, names)
+        return f"has no module '{region.path}'" + (f"; near that: {quote_all(near[:3])}" if near else "")
+    module = target.chain[-1]
+    if type(module).__name__ != region.kind:
+        return f"has a {type(module).__name__} at '{region.path}', where the plan saw a {region.kind}"
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if region.parameter_bytes and size and size != region.parameter_bytes:
+        return f"has {size} bytes of parameters in '{region.path}', where the plan saw {region.parameter_bytes}"
+    return ""
+
+
+def _refuse(model: nn.Module, plan: Plan, why: str) -> str:
+    made_for = plan.fingerprint.model if plan.fingerprint is not None and plan.fingerprint.model else "another model"
+    return (
+        f"plan {plan.name!r} was made for {made_for} and does not fit {type(model).__name__}, which {why}.\n"
+        "Make one for this model: recollect.plan(recollect.profile(model, ...), budget=...)"
+    )

@@ -1,0 +1,113 @@
+"""A plan as a table, block by block, in text and in HTML. Plain data in; no torch here."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Sequence
+
+from recollect._core.forecasts import Forecast, PlannedRegion
+from recollect._core.units import format_bytes
+
+_HEAD = ("regions", "class", "how", "kept", "holds", "plain", "again")
+
+
+def describe_plan(name: str, regions: Sequence[PlannedRegion], forecast: Forecast | None, choices: int) -> str:
+    """The plan in lines of text."""
+    lines = [f"plan {name}".rstrip() + (f": {_count(regions)}" if forecast or regions else f": {choices} choices")]
+    if forecast is not None:
+        lines += describe_forecast(forecast)
+    if regions:
+        rows = [_HEAD, *make_rows(regions)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def plan_as_html(name: str, regions: Sequence[PlannedRegion], forecast: Forecast | None, choices: int) -> str:
+    """The plan as a fragment of HTML, for notebooks."""
+    said = describe_plan(name, (), forecast, choices).splitlines() if forecast else [f"plan {name}"]
+    head = "".join(f"<th style='text-align:left'>{html.escape(word)}</th>" for word in _HEAD)
+    body = "".join(
+        f"<tr>{''.join(f'<td style=text-align:left>{html.escape(cell)}</td>' for cell in row)}</tr>"
+        for row in make_rows(regions)
+    )
+    text = "<br>".join(map(html.escape, [said[0].split(":")[0] + f": {_count(regions)}", *said[1:]]))
+    return f"<div><p>{text}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def describe_forecast(forecast: Forecast) -> list[str]:
+    """What it promises, and what was measured, in lines."""
+    peak, plain = forecast.peak_bytes, forecast.plain_peak_bytes
+    lines = [
+        f"peak {format_bytes(peak)}, {peak / plain:.0%} of the plain step's {format_bytes(plain)}"
+        + (f"; budget {forecast.budget}" if forecast.budget else "")
+        + (f"; at {forecast.peak_at}" if forecast.peak_at else "")
+    ]
+    time = f"step {_format_s(forecast.step_s)}, {forecast.overhead:+.1%} over the plain step's "
+    time += _format_s(forecast.plain_step_s)
+    if forecast.lower_bound_s is not None and forecast.gap is not None:
+        time += f"; no recomputation can take less than {_format_s(forecast.lower_bound_s)}, {forecast.gap:.1%} below"
+    lines.append(time)
+    if forecast.allowance_bytes:
+        lines.append(
+            f"reserved by the allocator: up to {format_bytes(peak + forecast.allowance_bytes)}, of which "
+            f"{format_bytes(forecast.allowance_bytes)} for fragmentation"
+        )
+    if forecast.measured_peak_bytes is not None:
+        off = forecast.measured_peak_bytes / peak - 1
+        lines.append(f"measured peak {format_bytes(forecast.measured_peak_bytes)}, {off:+.1%} of what was predicted")
+    if forecast.measured_step_s is not None:
+        off = forecast.measured_step_s / forecast.step_s - 1 if forecast.step_s else 0.0
+        lines.append(f"measured step {_format_s(forecast.measured_step_s)}, {off:+.1%} of what was predicted")
+    return lines
+
+
+def make_rows(regions: Sequence[PlannedRegion]) -> list[tuple[str, ...]]:
+    """The lines of the table; neighbours that are treated the same share one."""
+    rows: list[tuple[str, ...]] = []
+    for _, group in itertools.groupby(regions, key=lambda one: (_frame(one.path), one.kind, one.way, one.keeps)):
+        same = list(group)
+        rows.append(
+            (
+                _join([one.path for one in same]),
+                same[0].kind,
+                same[0].way,
+                same[0].keeps or "nothing",
+                format_bytes(sum(one.kept_bytes for one in same)),
+                format_bytes(sum(one.plain_bytes for one in same)),
+                _format_s(sum(one.again_s for one in same)),
+            )
+        )
+    return rows
+
+
+def _count(regions: Sequence[PlannedRegion]) -> str:
+    return f"{len(regions)} region{'' if len(regions) == 1 else 's'}" if regions else "nothing is recomputed"
+
+
+def _frame(path: str) -> tuple[str, ...]:
+    return tuple("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _join(paths: list[str]) -> str:
+    """Paths that differ in one number, from first to last.
+
+    >>> _join(["layers.0", "layers.1", "layers.2"]), _join(["head"])
+    ('layers.0-2', 'head')
+    """
+    if len(paths) == 1:
+        return paths[0]
+    first, last = paths[0].split("."), paths[-1].split(".")
+    return ".".join(one if one == other else f"{one}-{other}" for one, other in zip(first, last, strict=True))
+
+
+def _format_s(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> _format_s(0.01234), _format_s(2.5), _format_s(0.0000123)
+    ('12.3 ms', '2.50 s', '12.3 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.1f} µs"  # noqa: PLR2004

@@ -1,0 +1,52 @@
+"""Why no plan fits a budget: what sets the smallest peak, and what would lower it."""
+
+from __future__ import annotations
+
+from recollect._core.calls import Category, Phase
+from recollect._core.units import format_bytes
+from recollect._plan.budget import Budget
+from recollect._plan.frontier import Point
+from recollect._plan.problem import Problem
+
+_MOST_CATEGORIES = 3
+
+
+def describe_call(problem: Problem, number: int) -> str:
+    """Where a call is, in words."""
+    call = problem.calls[number]
+    where = call.module or call.source or "the step itself"
+    return f"{where} ({call.op}, {call.phase.value})"
+
+
+def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: int) -> str:
+    """Why nothing fits, and what would help."""
+    profile = problem.profile
+    call = problem.calls[smallest.peak_call]
+    kept = f" with {format_bytes(margin)} kept free for what a profile does not see" if margin else ""
+    held = profile.timeline.bytes_by_category(smallest.peak_call)
+    fixed = {
+        category: size
+        for category, size in held.items()
+        if category not in (Category.ACTIVATION, Category.TEMPORARY, Category.LOSS_HEAD)
+    }
+    parts = ", ".join(
+        f"{category.value} {format_bytes(size)}" for category, size in list(fixed.items())[:_MOST_CATEGORIES]
+    )
+    advice = "Raise the budget, or shrink the batch"
+    if call.phase is Phase.OPTIMIZER:
+        advice = "It is the optimiser's step: use one with less state or temporaries (fused=True, foreach=False)"
+    elif profile.storages and _is_head(problem, smallest.peak_call):
+        advice = "It is the loss head: compute the loss in chunks of tokens, shrink the batch, or raise the budget"
+    wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)
+    return (
+        f"no plan fits {wanted}{kept}: the smallest reachable peak is "
+        f"{format_bytes(smallest.peak_bytes)}, at {describe_call(problem, smallest.peak_call)}.\n"
+        + (f"Whatever is recomputed, there are {parts}. " if parts else "")
+        + advice
+    )
+
+
+def _is_head(problem: Problem, number: int) -> bool:
+    call = problem.calls[number]
+    storages = problem.profile.storages
+    return any(storages[value.storage].category is Category.LOSS_HEAD for value in (*call.outputs, *call.inputs))

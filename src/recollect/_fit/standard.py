@@ -1,0 +1,60 @@
+"""What the standard policies would do with a step, as candidates for the planner: no plan is to be worse than these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from recollect._apply.rules import parse_value
+from recollect._core.decisions import Decision
+from recollect._plan.options import PLAIN, Option, place_of
+from recollect._plan.problem import Problem
+from recollect._plan.rehearse import Way
+from recollect._plan.segments import Segment
+from recollect._plan.ways import find_way
+from recollect._policy.base import Policy
+from recollect._policy.combine import first_match
+from recollect._policy.judging import judge
+from recollect._policy.rules import save_attention, save_matmuls
+
+Candidate = tuple[str, list[tuple[Segment, Option]]]
+
+
+def list_standard(problem: Problem, chain: Sequence[Segment]) -> Iterator[Candidate]:
+    """The standard choices along a chain of segments, each with its name."""
+    blocks = _find_repeated(chain)
+    full = Option(way=Way.RERUN)
+    yield "full", [(segment, full) for segment in blocks]
+    yield "full, last block plain", [(segment, full) for segment in blocks[:-1]]
+    yield "every:2", [(segment, full if number % 2 == 0 else PLAIN) for number, segment in enumerate(blocks)]
+    selective, _ = parse_value("selective")
+    assert selective is not None
+    assert selective.policy is not None
+    for name, policy in (
+        ("selective", selective.policy),
+        ("matrix products and attention kept", first_match(save_matmuls, save_attention)),
+        ("attention kept", save_attention),
+    ):
+        known: dict[int, Option] = {}
+        for segment in blocks:
+            if segment.type not in known:
+                known[segment.type] = evaluate(problem, segment, policy)
+        yield name, [(segment, known[segment.type]) for segment in blocks]
+
+
+def evaluate(problem: Problem, segment: Segment, policy: Policy) -> Option:
+    """What a policy would keep of a segment."""
+    run = segment.runs[0]
+    kept = {
+        place_of(problem, run, storage)
+        for _, storage, site in problem.sites(run)
+        if storage in run.makes and judge(policy, site).decision is Decision.SAVE
+    }
+    return Option(way=find_way(problem, run), kept=frozenset(kept))
+
+
+def _find_repeated(chain: Sequence[Segment]) -> list[Segment]:
+    """The segments of the kind that there is most of."""
+    by_kind: dict[str, list[Segment]] = {}
+    for segment in chain:
+        by_kind.setdefault(segment.kind, []).append(segment)
+    return max(by_kind.values(), key=len)

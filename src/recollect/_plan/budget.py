@@ -1,0 +1,83 @@
+"""What a user means by a budget: bytes, a share of the device, as little as possible, or as quick as possible."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from recollect._core.units import format_bytes, parse_bytes
+
+SMALLEST, FASTEST = "min", "fastest"
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A budget as it was asked for.
+
+    Attributes:
+        text: as it was written.
+        bytes: how many; None for ``"min"`` and ``"fastest"``.
+    """
+
+    text: str
+    bytes: int | None = None
+
+
+def parse_budget(budget: int | str, *, device_bytes: int | None = None) -> Budget:
+    """Read a budget.
+
+    Args:
+        budget: bytes as a whole number; text with a unit; a share of the device, ``"80%"``; ``"min"``, ``"fastest"``.
+        device_bytes: what the device has; None if nobody knows.
+
+    Raises:
+        ValueError: it has another form, or it is a share and nobody knows of how much.
+        TypeError: it is neither a number nor text.
+
+    >>> parse_budget("40GiB").bytes == parse_budget(40 * 2**30).bytes
+    True
+    >>> parse_budget("50%", device_bytes=80 * 2**30)
+    Budget(text='50% (40.00 GiB)', bytes=42949672960)
+    >>> parse_budget("min")
+    Budget(text='min', bytes=None)
+    >>> parse_budget("plenty")
+    Traceback (most recent call last):
+    ...
+    ValueError: budget 'plenty': expected bytes as a whole number, text like '40GiB', a share of the device like '80%',
+    'min' or 'fastest'
+    """
+    expected = (
+        "expected bytes as a whole number, text like '40GiB', a share of the device like '80%', 'min' or 'fastest'"
+    )
+    if isinstance(budget, str):
+        word = budget.strip().lower()
+        if word in (SMALLEST, FASTEST):
+            return Budget(text=word)
+        share = _SHARE.fullmatch(budget)
+        if share is not None:
+            return _take_share(budget, Fraction(share[1]) / 100, device_bytes)
+    try:
+        count = parse_bytes(budget)
+    except ValueError:
+        message = f"budget {budget!r}: {expected}"
+        raise ValueError(message) from None
+    except TypeError:
+        message = f"budget {budget!r}: {expected}"
+        raise TypeError(message) from None
+    return Budget(text=budget.strip() if isinstance(budget, str) else format_bytes(count), bytes=count)
+
+
+def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budget:
+    if not device_bytes:
+        message = (
+            f"budget {budget!r}: the profile does not say how much memory its device has. Give bytes, as in '40GiB', "
+            "or profile on (or for) a known device: recollect.profile(model, ..., dry=True, device='H100')"
+        )
+        raise ValueError(message)
+    if share > 1:
+        message = f"budget {budget!r}: a device has no more than 100% of its memory"
+        raise ValueError(message)
+    count = int(share * device_bytes)
+    return Budget(text=f"{budget.strip()} ({format_bytes(count)})", bytes=count)

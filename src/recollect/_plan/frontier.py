@@ -1,0 +1,184 @@
+"""All that is worth choosing for a step, quickest first: made once, asked for any budget.
+
+Solvers and standard policies give candidates, `rehearse` judges them, and those stay that no other beats in both peak
+and time. A budget is answered by the quickest of them that fits. So the predicted time never rises with the budget, and
+no plan is worse than a standard policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
+from recollect._plan.problem import Problem
+from recollect._plan.rehearse import Rehearsal, Way, rehearse
+from recollect._plan.segments import Segment, find_chains
+from recollect._plan.solvers.chain import choose_options
+from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
+from recollect._plan.ways import find_way
+
+_BUDGETS = 40
+_NARROWINGS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A candidate, judged.
+
+    Attributes:
+        choice: what becomes of which segments; those that are not there stay as they are.
+        peak_bytes: the most bytes in use at a time.
+        step_s: how long the step takes.
+        peak_call: the call of the profile at which the peak is.
+        name: what made it: a solver, or a standard policy.
+    """
+
+    choice: tuple[tuple[Segment, Option], ...]
+    peak_bytes: int
+    step_s: float
+    peak_call: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """The candidates that none beats, by peak from the highest to the lowest; each takes longer than the one before.
+
+    Attributes:
+        points: these.
+        candidates: all that was judged, under its name: standard policies, for comparison.
+    """
+
+    points: tuple[Point, ...]
+    candidates: tuple[Point, ...]
+
+    def fastest_within(self, budget_bytes: int) -> Point | None:
+        """The quickest that takes no more; None if none does."""
+        return next((point for point in self.points if point.peak_bytes <= budget_bytes), None)
+
+    @property
+    def smallest(self) -> Point:
+        """The one with the lowest peak."""
+        return self.points[-1]
+
+
+Candidates = Callable[[Sequence[Segment]], Iterable[tuple[str, list[tuple[Segment, Option]]]]]
+"""Gives standard choices for a chain of segments, each with its name."""
+
+
+def find_frontier(
+    problem: Problem,
+    *,
+    candidates: Candidates | None = None,
+    region_s: float = 0.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Frontier:
+    """Make candidates for a step and judge them.
+
+    Args:
+        problem: the step.
+        candidates: gives standard choices for a chain of segments, each with its name.
+        region_s: what a region costs beyond what it runs again.
+        progress: called with the number of candidates judged, and how many there will be at least.
+    """
+    plain_s = problem.plain_s
+    judged: list[Point] = []
+    seen: set[tuple[tuple[str, Option], ...]] = set()
+    chains = find_chains(problem)
+    expected = 1 + len(chains) * (_BUDGETS + 1)
+
+    def judge(name: str, choice: Iterable[tuple[Segment, Option]]) -> Point | None:
+        treated = tuple((segment, option) for segment, option in choice if option.way is not None)
+        key = tuple((segment.path, option) for segment, option in treated)
+        if key in seen:
+            return None
+        seen.add(key)
+        found = rehearse(problem, [pair for segment, option in treated for pair in option.treat(problem, segment)])
+        regions = sum(len(segment.runs) for segment, _ in treated)
+        point = Point(
+            choice=treated,
+            peak_bytes=found.peak_bytes,
+            step_s=plain_s + found.again_s + regions * region_s,
+            peak_call=found.peak_call,
+            name=name,
+        )
+        judged.append(point)
+        if progress is not None:
+            progress(len(judged), max(expected, len(judged)))
+        return point
+
+    judge("plain", ())
+    plain = rehearse(problem, [])
+    for number, chain in enumerate(chains):
+        if number and all(find_way(problem, segment.runs[0]) is Way.REPLAY for segment in chains[0]):
+            break  # whatever parts of blocks can be made to do, replay of the block does
+        for name, choice in candidates(chain) if candidates is not None else ():
+            judge(name, choice)
+        for choice in _solve(problem, chain, plain, region_s):
+            judge("planned", choice)
+    return Frontier(points=_without_worse(judged), candidates=tuple(judged))
+
+
+def _without_worse(points: Sequence[Point]) -> tuple[Point, ...]:
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.step_s, point.peak_bytes)):
+        if not found or point.peak_bytes < found[-1].peak_bytes:
+            found.append(point)
+    return tuple(found)
+
+
+def _solve(
+    problem: Problem, chain: Sequence[Segment], plain: Rehearsal, region_s: float
+) -> Iterable[list[tuple[Segment, Option]]]:
+    """Choices along a chain for budgets from the smallest that can be reached to the plain step's peak."""
+    options = weigh_chain(problem, chain, plain, region_s)
+    last = chain[-1]
+    start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
+    rest = max(plain.bytes_at[last.runs[-1].stop : start], default=0)
+    high, low = plain.peak_bytes, 0
+    for _ in range(_NARROWINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if choose_options(options, rest, middle) is not None else (middle, high)
+    for number in range(_BUDGETS + 1):
+        budget = high + (plain.peak_bytes - high) * number // _BUDGETS
+        chosen = choose_options(options, rest, budget)
+        if chosen is not None:
+            yield [(segment, weighed.option) for segment, weighed in zip(chain, chosen, strict=True)]
+
+
+def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal, region_s: float) -> list[list[Weighed]]:
+    """The options of each segment that are worth looking at; those of one type are found once."""
+    by_type: dict[int, tuple[Segment, list[Weighed]]] = {}
+    for segment in chain:
+        if segment.type not in by_type:
+            found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
+            priced = [_price(one, len(segment.runs) * region_s) for one in found]
+            by_type[segment.type] = (segment, without_worse(priced))
+    return [
+        [move(one, problem, plain, by_type[segment.type][0], segment) for one in by_type[segment.type][1]]
+        for segment in chain
+    ]
+
+
+def _price(weighed: Weighed, region_s: float) -> Weighed:
+    if weighed.option.way is None:
+        return weighed
+    return Weighed(
+        option=weighed.option,
+        freed_bytes=weighed.freed_bytes,
+        forward_bytes=weighed.forward_bytes,
+        backward_bytes=weighed.backward_bytes,
+        again_s=weighed.again_s + region_s,
+    )
+
+
+def find_options(problem: Problem, segment: Segment) -> list[Option]:
+    """What can be done with a segment: nothing, running it again, and keeping some of it."""
+    run = segment.runs[0]
+    found = [PLAIN, Option(way=Way.RERUN)]
+    if find_way(problem, run) is Way.REPLAY:
+        found += find_keep_sets(problem, run)
+    else:
+        found += find_served_sets(problem, run)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,116 @@
+"""What can be done with a segment, in numbers: what each choice frees, what it costs, how much it needs meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from recollect._plan.problem import Problem, Run
+from recollect._plan.rehearse import Rehearsal, Treatment, Way, rehearse
+from recollect._plan.segments import Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to treat all segments of a type.
+
+    Attributes:
+        way: how values come back; None leaves the module as it is.
+        kept: what is kept, by place: the call's number within the run, and which of its storages.
+    """
+
+    way: Way | None = None
+    kept: frozenset[tuple[int, int]] = frozenset()
+
+    def treat(self, problem: Problem, segment: Segment) -> list[tuple[Run, Treatment]]:
+        """What that means for the runs of a segment."""
+        if self.way is None:
+            return []
+        return [(run, Treatment(way=self.way, kept=self.storages(problem, run))) for run in segment.runs]
+
+    def storages(self, problem: Problem, run: Run) -> frozenset[int]:
+        """The storages that it keeps of a run."""
+        return frozenset(problem.makes[run.first + call][place] for call, place in self.kept)
+
+
+PLAIN = Option()
+
+
+def place_of(problem: Problem, run: Run, storage: int) -> tuple[int, int]:
+    """Where in a run a storage is made: the call's number from its start, and which of the call's storages."""
+    call = run.makes[storage][0]
+    return call - run.first, problem.makes[call].index(storage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """An option for one segment, weighed as if it were the only one in the step.
+
+    Attributes:
+        option: which.
+        freed_bytes: how much less is there between the segment's forward and its backward.
+        forward_bytes: the most while its forward runs.
+        backward_bytes: the most while its backward runs, recomputation included.
+        again_s: how much longer the step takes.
+    """
+
+    option: Option
+    freed_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    again_s: float
+
+
+def weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal) -> Weighed:
+    """Weigh an option for a segment, beside all else as it is in the plain step."""
+    seen = plain if option.way is None else rehearse(problem, option.treat(problem, segment))
+    start, end = backward_of(problem, segment)
+    turn = problem.forward_count - 1
+    from_step = seen.places[start - 1] + 1
+    return Weighed(
+        option=option,
+        freed_bytes=plain.bytes_at[plain.places[turn]] - seen.bytes_at[seen.places[turn]],
+        forward_bytes=max(seen.bytes_at[segment.runs[0].first : segment.runs[-1].stop]),
+        backward_bytes=max(seen.bytes_at[from_step : seen.places[end - 1] + 1], default=0) if end > start else 0,
+        again_s=seen.again_s,
+    )
+
+
+def backward_of(problem: Problem, segment: Segment) -> tuple[int, int]:
+    """The backward calls from the first that asks for a value of the segment to after the last that is of it."""
+    starts = [run.start for run in segment.runs if run.start is not None]
+    start = min(starts, default=problem.forward_count)
+    return start, max([start, *(run.end for run in segment.runs)])
+
+
+def move(weighed: Weighed, problem: Problem, plain: Rehearsal, here: Segment, there: Segment) -> Weighed:
+    """What was weighed for a segment, for another one of its type: all that differs is how much is there before it."""
+    if here is there:
+        return weighed
+
+    def before(segment: Segment) -> tuple[int, int]:
+        start, _ = backward_of(problem, segment)
+        first = segment.runs[0].first
+        return plain.bytes_at[plain.places[first - 1] if first else 0], plain.bytes_at[plain.places[start - 1]]
+
+    forward, backward = (other - own for own, other in zip(before(here), before(there), strict=True))
+    return replace(
+        weighed,
+        forward_bytes=weighed.forward_bytes + forward,
+        backward_bytes=weighed.backward_bytes + backward,
+    )
+
+
+def without_worse(weighed: Iterable[Weighed]) -> list[Weighed]:
+    """Those that no other one beats in all that counts."""
+    found: list[Weighed] = []
+    for one in sorted(weighed, key=lambda w: (w.again_s, -w.freed_bytes, w.backward_bytes)):
+        if not any(
+            other.again_s <= one.again_s
+            and other.freed_bytes >= one.freed_bytes
+            and other.backward_bytes <= one.backward_bytes
+            and other.forward_bytes <= one.forward_bytes
+            for other in found
+        ):
+            found.append(one)
+    return found

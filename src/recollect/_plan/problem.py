@@ -1,0 +1,251 @@
+"""What a step looks like to the planner: which calls a region would hold, what they save, and who needs it when.
+
+A *run* is one time that a module runs in forward: calls that follow each other. What can be forgotten is decided by
+run, what is decided holds for the module. Saved values are followed by storage: views share the fate of what they view.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved
+from recollect._core.decisions import Site
+from recollect._core.families import paths_above
+from recollect._core.profiles import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One time that a module runs in forward.
+
+    Attributes:
+        path: of the module.
+        first: its first call.
+        stop: the call after its last.
+        asks: for each backward call that asks for values saved in the run, which storages; in the order of backward.
+        makes: the storages that are made in it, each with the calls that make it: the first, and later writers.
+        end: the backward call after the last that belongs to the run; 0 if none does.
+        last_needed: the call at which running again may stop: what comes from there on saves nothing.
+    """
+
+    path: str
+    first: int
+    stop: int
+    asks: tuple[tuple[int, tuple[int, ...]], ...]
+    makes: dict[int, tuple[int, ...]]
+    end: int
+    last_needed: int
+
+    @property
+    def start(self) -> int | None:
+        """The first backward call that asks for something; None if none does."""
+        return self.asks[0][0] if self.asks else None
+
+    @property
+    def needs(self) -> frozenset[int]:
+        """The storages made in the run that its backward asks for."""
+        return frozenset(storage for _, storages in self.asks for storage in storages if storage in self.makes)
+
+
+class Problem:
+    """A profile, read once for all questions of the planner.
+
+    Attributes:
+        profile: the step.
+        sizes: of its storages, as the device rounds them.
+        spans: when each is there, see `Timeline`.
+        leaves: paths of the modules that hold no others.
+        saved_by: for each storage the forward calls that save it.
+        seconds: what each call takes, as those that do the same take it.
+        plain_s: what the plain step took.
+        released: for each forward call the backward call at whose start what it saved is gone.
+
+    Raises:
+        ValueError: the step has no backward, more than one, or was profiled under regions.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        _check(profile)
+        self.profile = profile
+        self.calls = profile.calls
+        self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
+        self.forward_count = profile.forward_count
+        paths = {module.path for module in profile.modules}
+        self.leaves = paths.difference(path.rpartition(".")[0] for path in paths)
+        self.seconds = _smooth(self.calls)
+        self.plain_s = sum(call.seconds or 0.0 for call in self.calls)
+        self.reads = [call.reads for call in self.calls]
+        self.makes: list[tuple[int, ...]] = [()] * len(self.calls)
+        for call, made in itertools.groupby(profile.made(), key=lambda one: one.call):
+            self.makes[call] = tuple(one.storage for one in made)
+        self.saved_by: dict[int, set[int]] = defaultdict(set)
+        for edge in profile.saved:
+            self.saved_by[edge.storage].add(edge.by)
+        self._asked, self.released = self._read_backward()
+        self.last_use = self._find_last_uses()
+        self._runs = self._find_runs()
+
+    def runs_of(self, path: str) -> list[Run]:
+        """The runs of a module, in the order of forward."""
+        return self._runs.get(path, [])
+
+    @property
+    def paths(self) -> list[str]:
+        """The modules that run in forward, in the order in which they first do, outer ones first."""
+        return list(self._runs)
+
+    def is_evictable(self, storage: int, run: Run) -> bool:
+        """Whether nobody but the run holds it between forward and backward."""
+        of_step = self.profile.storages[storage].lifetime is not Lifetime.VALUE or self.spans[storage][1] is None
+        return not of_step and all(run.first <= by < run.stop for by in self.saved_by.get(storage, ()))
+
+    def sites(self, run: Run) -> Iterator[tuple[int, int, Site]]:
+        """The values that a region of this run would ask a policy about: call, storage and site, region-relative."""
+        counts: Counter[str] = Counter()
+        for number in range(run.first, run.stop):
+            call = self.calls[number]
+            nth = counts[call.op]
+            counts[call.op] += 1
+            for output, value in enumerate(call.outputs):
+                yield number, value.storage, _site_within(call, run.path, nth, output)
+
+    def _read_backward(self) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """When the values that a forward call saves are asked for, and when they are let go."""
+        first: dict[int, int] = {}
+        released: dict[int, int] = {}
+        for number in range(self.forward_count, len(self.calls)):
+            forward = self.calls[number].forward
+            if forward is not None and self.calls[number].phase is Phase.BACKWARD:
+                first.setdefault(forward, number)
+                released[forward] = number + 1
+        asked: dict[int, list[int]] = {}
+        for edge in self.profile.saved:
+            moment = first.get(edge.by, edge.reader)
+            if moment is not None:
+                asked[edge.by] = [moment if edge.reader is None else min(moment, edge.reader)]
+                released[edge.by] = max(released.get(edge.by, 0), moment + 1, (edge.reader or 0) + 1)
+        return asked, released
+
+    def _find_last_uses(self) -> dict[int, int]:
+        """For each storage the last forward call that has to do with it."""
+        last: dict[int, int] = {}
+        for number in range(self.forward_count):
+            call = self.calls[number]
+            last.update(dict.fromkeys((*self.reads[number], *(value.storage for value in call.outputs)), number))
+        return last
+
+    def _find_runs(self) -> dict[str, list[Run]]:
+        numbers: dict[str, list[int]] = {}
+        for number in range(self.forward_count):
+            for path in reversed(list(paths_above(self.calls[number].module))):
+                numbers.setdefault(path, []).append(number)
+        edges: dict[int, list[Saved]] = defaultdict(list)
+        for edge in self.profile.saved:
+            edges[edge.by].append(edge)
+        ends: dict[int, int] = {}
+        for number in range(self.forward_count, len(self.calls)):
+            forward = self.calls[number].forward
+            if forward is not None and self.calls[number].phase is Phase.BACKWARD:
+                ends[forward] = number + 1
+        found: dict[str, list[Run]] = {}
+        for path, mine in numbers.items():
+            spans = [list(group) for _, group in itertools.groupby(enumerate(mine), key=lambda pair: pair[1] - pair[0])]
+            found[path] = [self._make_run(path, group[0][1], group[-1][1] + 1, edges, ends) for group in spans]
+        return found
+
+    def _make_run(self, path: str, first: int, stop: int, edges: dict[int, list[Saved]], ends: dict[int, int]) -> Run:
+        makes: dict[int, list[int]] = {}
+        asks: dict[int, dict[int, None]] = {}
+        last_needed = first
+        for number in range(first, stop):
+            for storage in self.makes[number]:
+                makes[storage] = [number]
+            for storage in self.calls[number].writes:
+                if storage in makes and makes[storage][-1] != number:
+                    makes[storage].append(number)
+        for number in range(first, stop):
+            for edge in edges.get(number, ()):
+                for moment in self._asked.get(number, ()):
+                    asks.setdefault(moment, {})[edge.storage] = None
+                maker = makes.get(edge.storage)
+                # What a call saves of its inputs is saved before it runs; of its results, after.
+                last_needed = max(last_needed, number + 1 if maker and maker[-1] == number else number)
+        return Run(
+            path=path,
+            first=first,
+            stop=stop,
+            asks=tuple((moment, tuple(asks[moment])) for moment in sorted(asks)),
+            makes={storage: tuple(calls) for storage, calls in makes.items()},
+            end=max((ends.get(number, 0) for number in range(first, stop)), default=0),
+            last_needed=last_needed,
+        )
+
+
+def _smooth(calls: Sequence[OpCall]) -> list[float]:
+    """For each call the median time of those that do the same: a single one may have been held up by anything."""
+    alike: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
+    keys = [
+        (call.op, *((value.shape, value.dtype) for value in call.inputs), *(value.shape for value in call.outputs))
+        for call in calls
+    ]
+    for key, call in zip(keys, calls, strict=True):
+        alike[key].append(call.seconds or 0.0)
+    medians = {key: statistics.median(times) for key, times in alike.items()}
+    return [medians[key] for key in keys]
+
+
+def _site_within(call: OpCall, path: str, nth: int, output: int) -> Site:
+    site = call.site(output)
+    module = call.module.removeprefix(path).removeprefix(".") if path else call.module
+    return Site(
+        region=path,
+        op=site.op,
+        call=nth,
+        output=site.output,
+        module=module,
+        scopes=site.scopes,
+        shape=site.shape,
+        dtype=site.dtype,
+        bytes=site.bytes,
+        flops=site.flops,
+        is_random=site.is_random,
+        is_routing=site.is_routing,
+        is_collective=site.is_collective,
+    )
+
+
+def _check(profile: Profile) -> None:
+    again = next((call for call in profile.calls if call.phase is Phase.RECOMPUTATION), None)
+    regions = next((call.region for call in profile.calls if call.region), "")
+    if again is not None or regions:
+        message = (
+            f"the profile of {profile.name or 'this step'} was taken under regions ('{regions}'): a plan is made from "
+            "the plain step.\nRemove them (`recollect.remove(model)`), and profile again"
+        )
+        raise ValueError(message)
+    first = profile.forward_count
+    if first == len(profile.calls) or not profile.saved:
+        message = (
+            f"the profile of {profile.name or 'this step'} has no backward pass, so there is nothing to plan: profile "
+            "a step that runs one (a model, or a function that calls `loss.backward()`)"
+        )
+        raise ValueError(message)
+    for number in range(first, len(profile.calls)):
+        call = profile.calls[number]
+        if call.phase is Phase.FORWARD and call.outputs and call.module:
+            message = (
+                f"call {number} ({call.op} in {call.module}) is of forward and comes after one of backward: only a "
+                "step of one forward and one backward can be planned. Profile one micro-batch"
+            )
+            raise ValueError(message)
+
+
+def is_buffer_write(problem: Problem, number: int) -> bool:
+    """Whether a call writes into buffers only, which regions keep from being written twice."""
+    storages = problem.profile.storages
+    writes = problem.calls[number].writes
+    return bool(writes) and all(storages[at].category is Category.BUFFER for at in writes)

@@ -1,0 +1,236 @@
+"""The judge of plans in eager code: which memory a step takes, call by call, when some of its runs are regions.
+
+It starts from what was seen in the plain step, storage by storage, and changes only what regions change: what a region
+forgets goes after its last use in forward, or when the last holder outside lets go; what it reads is held until it has
+run again; what it makes again is there from then until the plain step let it go. It does not say what fragmentation
+adds, and takes Python variables to let go of a forgotten value with its last use.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from recollect._plan.problem import Problem, Run
+
+
+class Way(enum.Enum):
+    """How a region gets its values back.
+
+    RERUN: the module runs again, up to the last value that is saved. SERVE: so it does, and calls whose results were
+    kept are given them. REPLAY: single calls are made again, when backward asks for what they give, starting from
+    values that were kept.
+    """
+
+    RERUN = "rerun"
+    SERVE = "serve"
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What becomes of one run.
+
+    Attributes:
+        way: how its values come back.
+        kept: the storages that are kept, of those made in it.
+    """
+
+    way: Way
+    kept: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What a step takes under regions.
+
+    Attributes:
+        bytes_at: bytes in use while each step runs.
+        calls: the call of each step; forward calls that run again are there twice.
+        places: for each call of the profile, the number of its own step.
+        again_s: seconds of the calls that run again.
+        peak_step: the first step with the most bytes.
+    """
+
+    bytes_at: tuple[int, ...]
+    calls: tuple[int, ...]
+    places: tuple[int, ...]
+    again_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at a time."""
+        return max(self.bytes_at)
+
+    @property
+    def peak_step(self) -> int:
+        """The first step at which that many are."""
+        return self.bytes_at.index(self.peak_bytes)
+
+    @property
+    def peak_call(self) -> int:
+        """The call at which that many are."""
+        return self.calls[self.peak_step]
+
+
+def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:
+    """The forward calls that run again, by the backward call that they run before."""
+    if run.start is None:
+        return []
+    if treatment.way is not Way.REPLAY:
+        calls = range(run.first, run.last_needed)
+        return [(run.start, [number for number in calls if not _is_served(problem, number, treatment)])]
+    there = set(treatment.kept)
+    found = []
+    for moment, storages in run.asks:
+        missing = [storage for storage in storages if storage in run.makes and storage not in there]
+        again: set[int] = set()
+        while missing:
+            for call in run.makes[missing.pop()]:
+                if call not in again:
+                    again.add(call)
+                    missing += [at for at in problem.reads[call] if at in run.makes and at not in there]
+        for call in again:
+            there.update(problem.makes[call])
+        if again:
+            found.append((moment, sorted(again)))
+    return found
+
+
+def _is_served(problem: Problem, number: int, treatment: Treatment) -> bool:
+    """Whether a call need not run again, because all that it made is there."""
+    made = problem.makes[number]
+    return bool(made) and bool(treatment.kept) and treatment.kept.issuperset(made)
+
+
+def rehearse(problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> Rehearsal:
+    """Judge a step in which these runs, none inside another, are regions."""
+    return _Stage(problem, chosen).play()
+
+
+class _Stage:
+    """One rehearsal."""
+
+    def __init__(self, problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> None:
+        self._problem = problem
+        self._chosen = chosen
+        inserted: dict[int, list[tuple[int, int]]] = {}
+        for index, (run, treatment) in enumerate(chosen):
+            for moment, calls in find_recomputed(problem, run, treatment):
+                inserted.setdefault(moment, []).extend((call, index) for call in calls)
+        self._steps: list[int] = []
+        self._owners: dict[int, int] = {}  # of steps that run again: which of the chosen runs
+        self._before: list[int] = []  # for each call: the first step that runs for it
+        self._at: list[int] = []
+        for number in range(len(problem.calls)):
+            self._before.append(len(self._steps))
+            for call, index in inserted.get(number, ()):
+                self._owners[len(self._steps)] = index
+                self._steps.append(call)
+            self._at.append(len(self._steps))
+            self._steps.append(number)
+        self._before.append(len(self._steps))
+
+    def play(self) -> Rehearsal:
+        problem, steps = self._problem, self._steps
+        ends: dict[int, int] = {}  # of the first copies, where regions change them; by step
+        copies: list[tuple[int, int, int]] = []  # of values that are made again: from step, to step, bytes
+        for run, treatment in self._chosen:
+            for storage in run.needs:
+                if storage not in treatment.kept:
+                    ends[storage] = self._end_without(run, storage)
+        self._follow(ends, copies)
+        changes = [0] * (len(steps) + 1)
+        held = problem.profile.fixed_bytes
+        for storage, (start, end) in enumerate(problem.spans):
+            size = problem.sizes[storage]
+            if not size:
+                continue
+            changed = ends.get(storage)
+            stop = changed if changed is not None else (len(steps) if end is None else self._before[max(end, start)])
+            if start < 0:
+                held += size
+                changes[stop] -= size
+            elif start < len(self._at) and self._at[start] < stop:
+                changes[self._at[start]] += size
+                changes[stop] -= size
+        for start, stop, size in copies:
+            changes[start] += size
+            changes[stop] -= size
+        levels = itertools.accumulate(changes[: len(steps)], initial=held)
+        next(levels)
+        return Rehearsal(
+            bytes_at=tuple(
+                level + problem.calls[call].workspace_bytes for level, call in zip(levels, steps, strict=True)
+            ),
+            calls=tuple(steps),
+            places=tuple(self._at),
+            again_s=sum(problem.seconds[steps[step]] for step in self._owners),
+        )
+
+    def _end_without(self, run: Run, storage: int) -> int:
+        """The step at which a value is gone that the run does not keep."""
+        problem, (start, end) = self._problem, self._problem.spans[storage]
+        savers = problem.saved_by[storage]
+        plain = len(self._steps) if end is None else self._before[max(end, start)]
+        released = max(problem.released.get(by, 0) for by in savers)
+        if end is None or end > released:
+            return plain  # somebody else holds it, too
+        outside = [problem.released[by] for by in savers if not run.first <= by < run.stop and by in problem.released]
+        return max([self._at[problem.last_use[storage]] + 1, *(self._before[moment] for moment in outside)])
+
+    def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
+        """Run again: what that makes, and until when it holds what it reads."""
+        made = self._run_again(ends, copies)
+        last = {index: step for step, index in self._owners.items()}
+        problem = self._problem
+        for index, step in last.items():
+            run, treatment = self._chosen[index]
+            if treatment.way is not Way.REPLAY:
+                served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
+                for storage in (*_read_outside(problem, run), *served):
+                    self._hold(ends, storage, step + 1)
+        for (index, storage), (first, used) in made.items():
+            run, treatment = self._chosen[index]
+            end = problem.spans[storage][1]
+            stop = used + 1
+            if storage in run.needs and end is not None:
+                stop = max(stop, self._before[end])
+            elif treatment.way is not Way.REPLAY and end is not None and end <= run.stop:
+                stop = max(stop, min(first + end - run.makes[storage][0], last[index] + 1))
+            copies.append((first, stop, problem.sizes[storage]))
+
+    def _run_again(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
+        """What is made again, by run and storage: the step that makes it, and the last recomputed one that uses it."""
+        problem = self._problem
+        made: dict[tuple[int, int], list[int]] = {}
+        for step, index in self._owners.items():
+            call, (_, treatment) = self._steps[step], self._chosen[index]
+            for storage in problem.reads[call]:
+                copy = made.get((index, storage))
+                if copy is not None:
+                    copy[1] = step
+                else:
+                    self._hold(ends, storage, step + 1)
+            for storage in problem.makes[call]:
+                if storage not in treatment.kept:
+                    made[index, storage] = [step, step]
+                elif problem.sizes[storage]:
+                    copies.append((step, step + 1, problem.sizes[storage]))  # a second one, dropped at once
+        return made
+
+    def _hold(self, ends: dict[int, int], storage: int, step: int) -> None:
+        """Hold the first copy of a storage at least until a step."""
+        start, end = self._problem.spans[storage]
+        if end is None and storage not in ends:
+            return
+        known = ends.get(storage)
+        ends[storage] = max(step, self._before[max(end or 0, start)] if known is None else known)
+
+
+def _read_outside(problem: Problem, run: Run) -> Iterable[int]:
+    """What a run reads that is made elsewhere."""
+    found = {storage for call in range(run.first, run.last_needed) for storage in problem.reads[call]}
+    return found.difference(run.makes)

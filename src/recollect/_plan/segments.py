@@ -1,0 +1,131 @@
+"""Which modules can be regions, and which of them are the same: the chain of segments that a plan chooses along.
+
+A segment is a module whose runs do not lie in another segment's. Repeated blocks come first; where there are none, and
+for what lies outside of them, the outermost modules that save something. Segments that run the same calls on the same
+shapes are of one type: what is found for one holds for all. Other cuts are tried, too: parts of blocks, and whole
+stages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from recollect._core.families import paths_above
+from recollect._core.profiles import ModuleEntry
+from recollect._plan.problem import Problem, Run
+
+_LISTS = ("ModuleList", "ModuleDict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A module that can be a region.
+
+    Attributes:
+        path: of the module.
+        kind: the name of its class.
+        runs: the times that it runs, in the order of forward.
+        type: segments of one type have the same number.
+    """
+
+    path: str
+    kind: str
+    runs: tuple[Run, ...]
+    type: int
+
+
+def find_chains(problem: Problem) -> list[list[Segment]]:
+    """The cuts of a step into segments that are worth trying, the most natural first; each in the order of forward."""
+    modules = {module.path: module for module in problem.profile.modules}
+    able = [path for path in problem.paths if _is_able(problem, path, modules)]
+    blocks = _find_blocks(able, modules)
+    cuts = [blocks]
+    parts = [path for block in blocks for path in _children(block, able)]
+    if parts:
+        cuts.append(parts)
+    stages = list(dict.fromkeys(parent for block in blocks if (parent := _parent(block, able, modules))))
+    if stages and len(stages) < len(blocks):
+        cuts.append(stages)
+    types: dict[object, int] = {}
+    chains: dict[tuple[str, ...], list[Segment]] = {}
+    for cut in cuts:
+        chain = [_make_segment(problem, path, modules, types) for path in _fill(cut, able)]
+        chain.sort(key=lambda segment: segment.runs[0].first)
+        chains.setdefault(tuple(segment.path for segment in chain), chain)
+    return [chain for chain in chains.values() if chain]
+
+
+def _is_able(problem: Problem, path: str, modules: dict[str, ModuleEntry]) -> bool:
+    """Whether a module can be a region, and would forget something as one."""
+    entry = modules.get(path)
+    if entry is None or not path or entry.kind in _LISTS:
+        return False
+    runs = problem.runs_of(path)
+    return any(problem.sizes[storage] for run in runs for storage in run.needs if problem.is_evictable(storage, run))
+
+
+def _find_blocks(able: list[str], modules: dict[str, ModuleEntry]) -> list[str]:
+    """The outermost modules of which a list holds several of one class; those with parts, where there are any."""
+    siblings: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in able:
+        parent, _, name = path.rpartition(".")
+        if name.isdigit():
+            siblings[parent, modules[path].kind].append(path)
+    repeated = {path for group in siblings.values() if len(group) > 1 for path in group}
+    holders = {parent for path in modules for parent in list(paths_above(path))[1:]}
+    with_parts = {path for path in repeated if path in holders}
+    return list(_outermost(path for path in able if path in (with_parts or repeated)))
+
+
+def _outermost(paths: Iterable[str]) -> Iterator[str]:
+    known = set(paths)
+    for path in known:
+        if not known.intersection(list(paths_above(path))[1:-1]):
+            yield path
+
+
+def _children(block: str, able: list[str]) -> list[str]:
+    return list(_outermost(path for path in able if path.startswith(f"{block}.")))
+
+
+def _parent(block: str, able: list[str], modules: dict[str, ModuleEntry]) -> str:
+    """The module around a block that can be a region and is not the whole model."""
+    known = set(able)
+    above = [path for path in list(paths_above(block))[1:-1] if path in known and modules[path].kind not in _LISTS]
+    return above[0] if above else ""
+
+
+def _fill(cut: list[str], able: list[str]) -> list[str]:
+    """The cut, and the outermost other modules beside it."""
+    inside = set(cut)
+    around = {above for path in cut for above in paths_above(path)}
+    rest = [path for path in able if path not in around and inside.isdisjoint(paths_above(path))]
+    return [*cut, *_outermost(rest)]
+
+
+def _make_segment(problem: Problem, path: str, modules: dict[str, ModuleEntry], types: dict[object, int]) -> Segment:
+    runs = tuple(problem.runs_of(path))
+    key = tuple(_sign(problem, run) for run in runs)
+    return Segment(path=path, kind=modules[path].kind, runs=runs, type=types.setdefault(key, len(types)))
+
+
+def _sign(problem: Problem, run: Run) -> object:
+    """What two runs have in common if and only if they do the same to values of the same shapes."""
+    local: dict[int, int] = {}
+    lines = []
+    for number in range(run.first, run.stop):
+        call = problem.calls[number]
+        for storage in problem.makes[number]:
+            local[storage] = len(local)
+        lines.append(
+            (
+                call.op,
+                call.module.removeprefix(run.path),
+                tuple((value.shape, value.dtype, local.get(value.storage, -1)) for value in call.outputs),
+                tuple(local.get(value.storage, -1) for value in call.inputs),
+            )
+        )
+    needs = tuple(sorted((local[storage], problem.is_evictable(storage, run)) for storage in run.needs))
+    return tuple(lines), needs

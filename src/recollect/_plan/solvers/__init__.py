@@ -1,0 +1,1 @@
+"""Solvers: each finds choices, none judges them; see `rehearse`."""

@@ -1,0 +1,192 @@
+"""What to keep of one run, for each number of bytes: the least recomputation, found by HiGHS.
+
+The model is that of Checkmate (Jain et al., MLSys 2020) with a single stage: which results are kept, which calls run
+again, each of whose inputs must be kept or made again. Without the limit on bytes it is a minimum cut, so the linear
+relaxation is nearly integral and branching is short. It does not see the order in which memory comes and goes in
+backward: `rehearse` judges that. Where a run has very few values, all choices are tried instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from recollect._plan.options import Option, place_of
+from recollect._plan.problem import Problem, Run
+from recollect._plan.rehearse import Way
+from recollect._plan.solvers.highs import Model
+from recollect._plan.ways import find_groups
+
+_SLICES = 12
+_LONGEST_S = 1.0
+_HALF = 0.5
+_FEW = 6
+_LIMIT_ROW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A storage that could be kept: what that costs, and whether it can be."""
+
+    storage: int
+    bytes: int
+    can_be_kept: bool
+
+
+def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
+    """Options for a run that replays, from keeping nothing to keeping all, each the quickest for its bytes."""
+    program = Program(problem, run)
+    seen: set[frozenset[int]] = set()
+    is_small = len(program.keepable) <= _FEW and not program.has_groups
+    for kept in _try_all(program.keepable) if is_small else _try_slices(program):
+        if kept not in seen:
+            seen.add(kept)
+            yield Option(way=Way.REPLAY, kept=frozenset(place_of(problem, run, storage) for storage in kept))
+
+
+def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
+    """Every choice: of so few values, the order in which memory comes and goes may decide."""
+    for count in range(len(keepable) + 1):
+        yield from map(frozenset, itertools.combinations(keepable, count))
+
+
+def _try_slices(program: Program) -> Iterator[frozenset[int]]:
+    """The quickest choices for so many twelfths of what the plain run holds."""
+    for number in range(_SLICES + 1):
+        kept = program.solve(program.plain_bytes * number // _SLICES)
+        if kept is not None:
+            yield kept
+
+
+def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
+    """Options for a run that runs again as a whole: calls are kept in the order of seconds saved for each byte."""
+    prices: list[tuple[float, int]] = []
+    for number in range(run.first, run.last_needed):
+        made = problem.makes[number]
+        size = sum(problem.sizes[storage] for storage in made)
+        if size and all(len(run.makes[storage]) == 1 for storage in made) and not problem.calls[number].runs_once:
+            prices.append((problem.seconds[number] / size, number))
+    kept: set[tuple[int, int]] = set()
+    yield Option(way=Way.SERVE)
+    best = sorted(prices, reverse=True)
+    step = max(1, len(best) // _SLICES)
+    for place, (_, number) in enumerate(best, 1):
+        kept.update(place_of(problem, run, storage) for storage in problem.makes[number])
+        if place <= _SLICES // 2 or place % step == 0:
+            yield Option(way=Way.SERVE, kept=frozenset(kept))
+
+
+class Program:
+    """The choice for one run as a program of 0s and 1s.
+
+    Attributes:
+        plain_bytes: what the run holds for backward if nothing is forgotten.
+        keepable: the storages made in the run that can be kept.
+        has_groups: whether some of its calls are kept together or not at all.
+    """
+
+    def __init__(self, problem: Problem, run: Run, *, is_bound: bool = False) -> None:
+        self._problem, self._run, self._is_bound = problem, run, is_bound
+        self._calls = self._find_calls()
+        self._values = self._find_values()
+        self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
+        self._kept = {storage: at for at, storage in enumerate(self._values, len(self._calls))}
+        self.plain_bytes = sum(problem.sizes[storage] for storage in run.needs if problem.is_evictable(storage, run))
+        self.keepable = [
+            storage for storage, value in self._values.items() if storage in run.makes and value.can_be_kept
+        ]
+
+        self.has_groups = any(len(group) > 1 for group in self._find_groups())
+
+    @functools.cached_property
+    def _model(self) -> Model:
+        return self._build()
+
+    def _find_calls(self) -> list[int]:
+        """The calls that lie on the way to something that backward asks for."""
+        missing, found = list(self._run.needs), set[int]()
+        while missing:
+            for call in self._run.makes[missing.pop()]:
+                if call not in found:
+                    found.add(call)
+                    missing += [at for at in self._problem.reads[call] if at in self._run.makes]
+        return sorted(found)
+
+    def _find_values(self) -> dict[int, _Value]:
+        """What these calls make, and what they read from outside that nobody else would hold."""
+        problem, run = self._problem, self._run
+        found = {}
+        for call in self._calls:
+            for storage in problem.makes[call]:
+                held_anyway = not problem.is_evictable(storage, run)
+                size = 0 if held_anyway and storage in run.needs else problem.sizes[storage]
+                found[storage] = _Value(storage, size, self._is_bound or len(run.makes[storage]) == 1)
+            for storage in problem.reads[call]:
+                end = problem.spans[storage][1]
+                if storage not in run.makes and end is not None and end <= (run.start or 0):
+                    found[storage] = _Value(storage, problem.sizes[storage], True)  # noqa: FBT003
+        return found
+
+    def _build(self) -> Model:
+        model = Model()
+        for call in self._calls:
+            model.add(self._problem.seconds[call])
+        for value in self._values.values():
+            model.add(0.0, most=1.0 if value.can_be_kept else 0.0)
+        limit = model.require(
+            {self._kept[storage]: float(value.bytes) for storage, value in self._values.items() if value.bytes}
+        )
+        assert limit == _LIMIT_ROW
+        for row, least in self._list_needs():
+            model.require(row, at_least=least)
+        for group in self._find_groups() if not self._is_bound else ():
+            for first, other in itertools.pairwise(group):
+                model.require({self._again[first]: 1.0, self._again[other]: -1.0}, at_least=0.0, at_most=0.0)
+        return model
+
+    def _list_needs(self) -> Iterator[tuple[dict[int, float], float]]:
+        """What is asked for, by backward or by a call that runs again, is kept or made again."""
+        problem, run = self._problem, self._run
+        read_by: defaultdict[int, list[int]] = defaultdict(list)
+        for call in self._calls:
+            for storage in problem.reads[call]:
+                read_by[storage].append(call)
+        for storage in self._values:
+            makers = run.makes.get(storage, ())
+            readers = [call for call in read_by[storage] if call not in makers]
+            for maker in makers or (None,):
+                made = {} if maker is None else {self._again[maker]: 1.0}
+                if storage in run.needs:
+                    yield {self._kept[storage]: 1.0, **made}, 1.0
+                for reader in readers:
+                    yield {self._kept[storage]: 1.0, **made, self._again[reader]: -1.0}, 0.0
+
+    def _find_groups(self) -> Iterator[list[int]]:
+        """Calls that run again together or not at all."""
+        for group in find_groups(self._problem, self._run):
+            yield [call for call in group if call in self._again]
+
+    def solve(self, most_bytes: int) -> frozenset[int] | None:
+        """The storages to keep within so many bytes; None if there is no answer in time."""
+        values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=_LONGEST_S)
+        if values is None:
+            return None
+        return frozenset(
+            storage
+            for storage, at in self._kept.items()
+            if values[at] > _HALF and storage in self._run.makes and not self._is_again(values, storage)
+        )
+
+    def _is_again(self, values: list[float], storage: int) -> bool:
+        """Whether a storage is made again anyway: where bytes are left over, it costs nothing to keep it as well."""
+        return all(values[self._again[maker]] > _HALF for maker in self._run.makes[storage])
+
+    def least_s(self, most_bytes: int) -> float | None:
+        """The seconds that any choice within so many bytes takes at least; None if there is no answer in time."""
+        values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=30.0, is_whole=False)
+        if values is None:
+            return None
+        return sum(self._problem.seconds[call] * values[at] for call, at in self._again.items())

@@ -1,0 +1,138 @@
+"""Writes what was chosen as a Plan: regions by path, kept values by module, operator and call."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from recollect._core.calls import Category
+from recollect._core.decisions import Decision
+from recollect._core.forecasts import Fingerprint, PlannedRegion
+from recollect._core.plans import Choice
+from recollect._core.profiles import Profile
+from recollect._plan.options import Option
+from recollect._plan.problem import Problem, Run
+from recollect._plan.rehearse import Treatment, Way, find_recomputed
+from recollect._plan.segments import Segment
+from recollect._plan.ways import find_groups
+
+_MOST_WORDS = 4
+
+
+def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> Iterator[Choice]:
+    """What is kept, value by value. A call's number is left out where all calls of the operator there are kept."""
+    for segment, option in choice:
+        run = segment.runs[0]
+        kept = _find_kept_calls(problem, run, option)
+        asked: defaultdict[tuple[str, str], list[tuple[int, bool]]] = defaultdict(list)
+        for number, _, site in problem.sites(run):
+            if (site.call, number in kept) not in asked[site.module, site.op]:
+                asked[site.module, site.op].append((site.call, number in kept))
+        for (module, op), calls in asked.items():
+            wanted: list[int | None] = [call for call, is_kept in calls if is_kept]
+            if len(wanted) == len(calls):
+                wanted = [None]
+            for call in wanted:
+                yield Choice(
+                    decision=Decision.SAVE,
+                    region=_as_pattern(segment.path),
+                    module=_as_pattern(module),
+                    op=op,
+                    call=call,
+                )
+
+
+def _find_kept_calls(problem: Problem, run: Run, option: Option) -> set[int]:
+    """The calls to be kept, with those that torch makes along with them."""
+    kept = {run.first + call for call, _ in option.kept}
+    if option.way is Way.REPLAY:
+        for group in find_groups(problem, run):
+            if not kept.isdisjoint(group):
+                kept.update(group)
+    return kept
+
+
+def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> Iterator[PlannedRegion]:
+    """The modules that become regions."""
+    owned: Counter[str] = Counter()
+    for storage in problem.profile.storages:
+        if storage.category is Category.PARAMETER and storage.name:
+            owned[storage.name] += storage.bytes
+    for segment, option in choice:
+        assert option.way is not None
+        plain = kept = 0
+        again_s = 0.0
+        for run, treatment in option.treat(problem, segment):
+            mine = [storage for storage in run.needs if problem.is_evictable(storage, run)]
+            plain += sum(problem.sizes[storage] for storage in mine)
+            again = find_recomputed(problem, run, treatment)
+            again_s += sum(problem.seconds[call] for _, calls in again for call in calls)
+            used = _find_used(problem, treatment, again) | run.needs
+            kept += sum(problem.sizes[storage] for storage in treatment.kept & used)
+        yield PlannedRegion(
+            path=segment.path,
+            kind=segment.kind,
+            way=option.way.value,
+            plain_bytes=plain,
+            kept_bytes=kept,
+            again_s=again_s,
+            parameter_bytes=sum(size for name, size in owned.items() if name.startswith(f"{segment.path}.")),
+            keeps=_describe_kept(problem, segment.runs[0], option),
+        )
+
+
+def _find_used(problem: Problem, treatment: Treatment, again: list[tuple[int, list[int]]]) -> frozenset[int]:
+    """The kept storages that recomputation starts from."""
+    read = {storage for _, calls in again for call in calls for storage in problem.reads[call]}
+    return treatment.kept.intersection(read)
+
+
+def _describe_kept(problem: Problem, run: Run, option: Option) -> str:
+    """What is kept, by operator: ``"mm x3, attention"``."""
+    calls = sorted({run.first + call for call, _ in option.kept})
+    if option.way is Way.REPLAY:
+        treatment = Treatment(way=option.way, kept=option.storages(problem, run))
+        used = _find_used(problem, treatment, find_recomputed(problem, run, treatment)) | run.needs
+        calls = [call for call in calls if used.intersection(problem.makes[call])]
+    counts = Counter(_short(problem.calls[call].op) for call in calls)
+    words = [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]
+    more = len(words) - _MOST_WORDS
+    return ", ".join(words[:_MOST_WORDS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _short(op: str) -> str:
+    """An operator's name for people.
+
+    >>> _short("aten.mm.default"), _short("aten._scaled_dot_product_flash_attention.default")
+    ('mm', 'attention')
+    """
+    name = op.split(".")[1] if op.count(".") > 1 else op
+    return "attention" if "attention" in name else name.strip("_")
+
+
+def take_fingerprint(profile: Profile) -> Fingerprint:
+    """What a plan for this profile is for."""
+    modules = "\n".join(f"{module.path} {module.kind}" for module in profile.modules)
+    sizes = [
+        f"{storage.name} {storage.bytes}"
+        for storage in profile.storages
+        if storage.category in (Category.PARAMETER, Category.INPUT) and storage.made_at is None
+    ]
+    return Fingerprint(
+        model=profile.name,
+        modules=_digest(modules),
+        shapes=_digest("\n".join(sizes)),
+        torch=profile.torch,
+        device=profile.device,
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_pattern(path: str) -> str:
+    """A pattern that matches this path alone."""
+    return f"re:{re.escape(path)}" if re.search(r"[*?\[\]]", path) else path

@@ -1,0 +1,37 @@
+"""A policy that does what a plan says in one region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from recollect._core.decisions import Site
+from recollect._core.patterns import compile_pattern
+from recollect._core.plans import Plan
+from recollect._policy.base import Policy, Verdict
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ByPlan(Policy):
+    """Decides by the choices of a plan, and is silent where none is for a value. Equal choices are equal policies."""
+
+    plan: Plan
+    words: str
+
+    def judge(self, site: Site) -> Verdict | None:
+        """By the first choice that is for the site."""
+        decision = self.plan.decide(site)
+        return None if decision is None else Verdict(decision, by=repr(self))
+
+    def __repr__(self) -> str:
+        return f"the plan {self.words}"
+
+
+def follow_plan(plan: Plan, region: str) -> ByPlan:
+    """What a plan says of one region; regions of which it says the same share a policy that is equal."""
+    mine = [choice for choice in plan.choices if choice.region is None or _is_for(choice.region, region)]
+    own = Plan(choices=tuple(replace(choice, region=None) if not choice.is_exact else choice for choice in mine))
+    return ByPlan(own, own.digest[:12])
+
+
+def _is_for(pattern: str, region: str) -> bool:
+    return compile_pattern(pattern)(region) if pattern else not region

@@ -1,0 +1,193 @@
+"""Plans for real models: within their budget to the byte they predict, with the gradients of the plain step."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect import BudgetError, Plan, Profile
+from tests.models import GPT, MoE, UNet, ViT
+
+pytest.importorskip("scipy")
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "GPT": lambda: (GPT(dropout=0.0), (torch.randint(0, 32, (4, 32)),)),
+    "ViT": lambda: (ViT(), (torch.randn(4, 3, 16, 16),)),
+    "MoE": lambda: (MoE(), (torch.randn(4, 16, 4),)),
+    "U-Net": lambda: (UNet(), (torch.randn(4, 2, 16, 16),)),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[Tensor, ...], Profile]:
+    torch.manual_seed(0)
+    model, inputs = MODELS[request.param]()
+    for _ in range(2):
+        model(*inputs).sum().backward()
+    model.zero_grad()
+    return model, inputs, recollect.profile(model, *inputs)
+
+
+def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(*inputs).sum().backward()
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def are_equal(ones: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    return all(
+        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("goal", ["min", 0.8, 0.6])
+def test_a_planned_step_has_the_gradients_of_the_plain_one_and_stays_near_its_peak(
+    case: tuple[nn.Module, tuple[Tensor, ...], Profile], goal: str | float
+) -> None:
+    model, inputs, seen = case
+    smallest = recollect.plan(seen, budget="min")
+    budget = goal if isinstance(goal, str) else max(int(seen.peak_bytes * goal), smallest.peak_bytes * 101 // 100)
+    plan = recollect.plan(seen, budget=budget)
+    expected = gradients(model, inputs)
+    state = {name: value.clone() for name, value in model.state_dict().items() if "num_batches" not in name}
+    with recollect.apply(model, plan):
+        for _ in range(3):
+            found = gradients(model, inputs)
+        measured = recollect.profile(model, *inputs).peak_bytes
+    assert are_equal(expected, found) or any("running" in name for name in state)
+    assert measured <= plan.peak_bytes * 1.15
+    assert plan.peak_bytes <= seen.peak_bytes
+
+
+def test_predicted_peaks_are_exact_where_regions_replay() -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS["GPT"]()
+    seen = recollect.profile(model, *inputs)
+    for share in (0.9, 0.8, 0.7):
+        plan = recollect.plan(seen, budget=int(seen.peak_bytes * share))
+        with recollect.apply(model, plan):
+            for _ in range(2):
+                model(*inputs).sum().backward()
+            model.zero_grad()
+            assert recollect.profile(model, *inputs).peak_bytes == plan.peak_bytes
+
+
+def test_budgets_are_kept_and_time_never_rises_with_them(case: tuple[nn.Module, tuple[Tensor, ...], Profile]) -> None:
+    _, _, seen = case
+    floor = recollect.plan(seen, budget="min").peak_bytes
+    budgets = [floor * 101 // 100 + (seen.peak_bytes - floor) * step // 8 for step in range(9)]
+    plans = [recollect.plan(seen, budget=budget) for budget in budgets]
+    assert all(plan.peak_bytes <= budget for plan, budget in zip(plans, budgets, strict=True))
+    times = [plan.step_s for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert all(plan.lower_bound_s is not None and plan.lower_bound_s <= plan.step_s + 1e-9 for plan in plans)
+    assert recollect.plan(seen, budget="fastest").regions == ()
+
+
+def test_no_plan_is_worse_than_a_standard_policy(case: tuple[nn.Module, tuple[Tensor, ...], Profile]) -> None:
+    _, _, seen = case
+    forecast = recollect.plan(seen, budget="fastest").forecast
+    assert forecast is not None
+    assert {"full", "selective", "every:2"} <= {point.name for point in forecast.policies} | {"selective", "every:2"}
+    for policy in forecast.policies:
+        assert any(p.peak_bytes <= policy.peak_bytes and p.step_s <= policy.step_s for p in forecast.curve)
+
+
+def test_a_plan_goes_to_json_and_back_and_does_the_same(case: tuple[nn.Module, tuple[Tensor, ...], Profile]) -> None:
+    model, _, seen = case
+    plan = recollect.plan(seen, budget="min")
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert json.loads(plan.to_json())["version"] == 2
+    with recollect.apply(model, again) as handle:
+        assert {place.name for place in handle.places} == {region.path for region in plan.regions}
+
+
+def test_what_cannot_fit_is_refused_with_the_smallest_peak_and_what_sets_it() -> None:
+    model, inputs = MODELS["GPT"]()
+    seen = recollect.profile(model, *inputs)
+    with pytest.raises(
+        BudgetError, match=r"no plan fits 1.00 KiB.*: the smallest reachable peak is .* KiB, at "
+    ) as error:
+        recollect.plan(seen, budget="1KiB")
+    assert error.value.smallest_bytes == recollect.plan(seen, budget="min").peak_bytes
+    assert "Raise the budget, or shrink the batch" in str(error.value) or "the loss head" in str(error.value)
+
+
+def test_planning_needs_the_plain_step() -> None:
+    model, inputs = MODELS["GPT"]()
+    with recollect.apply(model):
+        seen = recollect.profile(model, *inputs)
+    with pytest.raises(ValueError, match=r"was taken under regions .* a plan is made from the plain step"):
+        recollect.plan(seen, budget="min")
+
+
+def test_a_plan_prints_as_a_table_with_what_it_promises() -> None:
+    model, inputs = MODELS["GPT"]()
+    plan = recollect.plan(recollect.profile(model, *inputs), budget="min")
+    text = str(plan)
+    assert "regions" in text
+    assert "of the plain step's" in text
+    assert "no recomputation can take less than" in text
+    assert "layers.0" in text
+    assert "<table>" in plan._repr_html_()
+
+
+def test_a_plan_on_another_model_is_refused() -> None:
+    model, inputs = MODELS["GPT"]()
+    plan = recollect.plan(recollect.profile(model, *inputs), budget="min")
+    with pytest.raises(ValueError, match=r"was made for GPT and does not fit UNet, which has no module 'layers.0'"):
+        recollect.apply(UNet(), plan)
+    with pytest.raises(ValueError, match=r"bytes of parameters in 'layers.0', where the plan saw"):
+        recollect.apply(GPT(width=8), plan)
+
+
+def test_a_plan_without_regions_is_refused_by_apply() -> None:
+    plan = Plan(choices=(recollect.Choice(decision=recollect.Decision.SAVE),), name="mine")
+    with pytest.raises(ValueError, match="plan 'mine' names no regions: it decides values, not modules"):
+        recollect.apply(GPT(), plan)
+
+
+def test_options_of_rules_are_refused_beside_a_plan() -> None:
+    with pytest.raises(ValueError, match="are for rules: a plan says which modules it is for"):
+        recollect.apply(GPT(), Plan(), every=2)
+
+
+def test_planning_leaves_the_model_as_it_was() -> None:
+    model, inputs = MODELS["GPT"]()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    recollect.plan(recollect.profile(model, *inputs), budget="min")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_diff_names_the_regions_that_are_treated_otherwise() -> None:
+    model, inputs = MODELS["GPT"]()
+    seen = recollect.profile(model, *inputs)
+    smallest, fastest = (recollect.plan(seen, budget=goal) for goal in ("min", "fastest"))
+    assert smallest.diff(smallest) == ""
+    assert "layers.0: " in smallest.diff(fastest)
+    assert smallest.diff(fastest).splitlines()[0].endswith("-> plain")
+
+
+def test_without_scipy_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['scipy'] = None\n"
+        "import torch, recollect\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "try:\n    recollect.plan(recollect.profile(model, torch.ones(1, 2)), budget='min')\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'recollect[plan]'" in found.stdout

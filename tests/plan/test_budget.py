@@ -1,0 +1,40 @@
+"""Budgets are read as people write them, and refused in words where they cannot be."""
+
+import pytest
+
+from recollect._plan.budget import parse_budget
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("budget", "count"),
+    [(5, 5), ("5", None), ("40GiB", 40 * GIB), (" 1.5 gib ", GIB * 3 // 2), ("2GB", 2 * 10**9), ("75%", 60 * GIB)],
+)
+def test_a_budget_is_bytes_text_with_a_unit_or_a_share_of_the_device(budget: int | str, count: int | None) -> None:
+    if count is None:
+        with pytest.raises(ValueError, match="budget '5': expected bytes as a whole number, text like '40GiB'"):
+            parse_budget(budget, device_bytes=80 * GIB)
+    else:
+        assert parse_budget(budget, device_bytes=80 * GIB).bytes == count
+
+
+@pytest.mark.parametrize("word", ["min", "fastest", " Min "])
+def test_goals_have_no_bytes(word: str) -> None:
+    assert parse_budget(word).bytes is None
+
+
+def test_a_share_of_an_unknown_device_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ValueError, match=r"the profile does not say how much memory its device has. Give bytes"):
+        parse_budget("80%")
+
+
+def test_more_than_the_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="a device has no more than 100% of its memory"):
+        parse_budget("120%", device_bytes=1)
+
+
+@pytest.mark.parametrize("budget", [None, 1.5, True])
+def test_other_kinds_are_refused(budget: object) -> None:
+    with pytest.raises(TypeError, match="expected bytes as a whole number"):
+        parse_budget(budget)  # type: ignore[arg-type]
