@@ -680,7 +680,7 @@ def test_the_exceptions_form_the_tree_that_is_drawn() -> None:
         parent, *others = kind.__bases__
         real[name] = (parent.__name__, others[0].__name__ if others else "")
     assert drawn_tree() == real
-    assert len(real) == 9
+    assert len(real) == 10
 
 
 @pytest.mark.parametrize("name", sorted(drawn_tree()))
