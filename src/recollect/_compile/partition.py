@@ -26,6 +26,7 @@ from torch import fx
 
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import key_of
+from recollect._compile.offloading import MARK, mark_offloaded
 from recollect._core.calls import Lifetime, OpCall
 from recollect._core.decisions import Decision, Site
 from recollect._core.plans import Choice, Plan
@@ -128,8 +129,8 @@ def partitioner(
     Give it to Inductor as an option, as below, or to ``aot_autograd(partition_fn=...)``. A plan overrules the tags of
     `recollect.checkpoint` regions inside; a policy is asked outside of them only. What neither decides, torch does.
     Forced to be kept, whatever a plan says: what forward returns, results of operators with effects or on inputs that
-    the step changes, random seeds, and branches (`torch.cond`). Values to be offloaded are kept, and noted on their
-    nodes.
+    the step changes, random seeds, and branches (`torch.cond`). Values to be offloaded are moved by torch's
+    own pass, where there is an accelerator, and kept where there is none.
 
     Args:
         plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for all. A
@@ -270,6 +271,9 @@ def _note(node: fx.Node, decision: Decision) -> None:
     else:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta[DECISION] = decision.value
+    node.meta.pop(MARK, None)
+    if decision is Decision.OFFLOAD:
+        mark_offloaded(node)
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from recollect._compile.joint import hint, module_path, modules_around
+from recollect._compile.offloading import mark_offloaded
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import CompileError
 from recollect._core.operators import Operator, count_flops, operator_of
@@ -47,6 +48,8 @@ def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | No
             choice, decision = node.meta["recompute"], Decision.RECOMPUTE
         node.meta["recompute"], node.meta["ac_graph_id"] = choice, region_id
         node.meta[DECISION] = decision.value
+        if decision is Decision.OFFLOAD:
+            mark_offloaded(node)
         node.meta.setdefault(REGION, region)
     inside = set(added)
     for node in added:

@@ -1,0 +1,32 @@
+"""Offloading in graphs: values that are to be offloaded are marked on their nodes, and torch's own pass moves them.
+
+torch's partitioners end with a pass that copies marked values to pinned host memory on a stream of its own, sinks the
+waits in forward and begins the copies back ahead of their use. It runs only where its switch is on. Nothing else reads
+the switch, and without marks the pass does nothing; so it is turned on when the first mark is made, for good.
+
+Private names: the configuration of ``torch._functorch``, and ``node.meta["should_offload"]``.
+Would be replaced by: a public way to say which saved values of a graph are to be offloaded.
+Run on: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._functorch import config
+from torch.fx import Node
+
+MARK = "should_offload"
+
+
+def mark_offloaded(node: Node) -> None:
+    """Have a node's value offloaded, if it is kept for backward.
+
+    Without an accelerator values are in host memory already, and stay as they are.
+    """
+    node.meta[MARK] = True
+    if config.enable_activation_offloading or not torch.accelerator.is_available():
+        return
+    config.enable_activation_offloading = True
+    config.activation_offload_separate_stream = True
+    config.activation_offload_sink_wait = True
+    config.activation_reload_prefetch = True
