@@ -63,6 +63,7 @@ COMPAT = [
     "CheckpointWrapper",
     "DefaultDeviceType",
     "GraphExecGroup",
+    "Installation",
     "OffloadWrapper",
     "SelectiveCheckpointContext",
     "apply_activation_checkpointing",
@@ -73,11 +74,13 @@ COMPAT = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
+    "install",
     "noop_context_fn",
     "offload_wrapper",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "uninstall",
 ]
 
 COMPOSABLE = ["checkpoint", "contract", "get_registry"]

@@ -2,7 +2,7 @@
 
 Signatures, defaults and error types are those of ``torch.utils.checkpoint`` and of the wrappers in
 ``torch.distributed.algorithms``; the wording of errors is ours. The API that adds hooks to modules is in
-`recollect.compat.composable`.
+`recollect.compat.composable`. `install` puts all of it under torch's own names, for code that cannot be edited.
 """
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -17,6 +17,7 @@ from recollect.compat.checkpoint import (
     set_checkpoint_early_stop,
 )
 from recollect.compat.devices import DefaultDeviceType, get_device_states, set_device_states
+from recollect.compat.install import Installation, install, uninstall
 from recollect.compat.selective import (
     SAC_IGNORED_OPS,
     SelectiveCheckpointContext,
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointWrapper",
     "DefaultDeviceType",
     "GraphExecGroup",
+    "Installation",
     "OffloadWrapper",
     "SelectiveCheckpointContext",
     "apply_activation_checkpointing",
@@ -53,9 +55,11 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
+    "install",
     "noop_context_fn",
     "offload_wrapper",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "uninstall",
 ]
