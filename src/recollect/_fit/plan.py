@@ -112,16 +112,9 @@ def _work_for(profile: Profile) -> _Work:
 
 
 def _find_device_bytes(profile: Profile) -> int | None:
-    if profile.allocators:
-        return profile.allocators[0].total_bytes
-    if not profile.device or profile.clock is Clock.HOST:
-        return None
-    from recollect._profile.dry.roofline import find_device
-
-    try:
-        return find_device(profile.device).memory_bytes or None
-    except ValueError:
-        return None
+    if profile.capacity_bytes:
+        return profile.capacity_bytes
+    return profile.allocators[0].total_bytes if profile.allocators else None
 
 
 def _find_margin(profile: Profile, budget: Budget) -> int:

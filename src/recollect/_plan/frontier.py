@@ -71,7 +71,6 @@ def find_frontier(
     problem: Problem,
     *,
     candidates: Candidates | None = None,
-    region_s: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Frontier:
     """Make candidates for a step and judge them.
@@ -79,10 +78,8 @@ def find_frontier(
     Args:
         problem: the step.
         candidates: gives standard choices for a chain of segments, each with its name.
-        region_s: what a region costs beyond what it runs again.
         progress: called with the number of candidates judged, and how many there will be at least.
     """
-    plain_s = problem.plain_s
     judged: list[Point] = []
     seen: set[tuple[tuple[str, Option], ...]] = set()
     chains = find_chains(problem)
@@ -95,11 +92,10 @@ def find_frontier(
             return None
         seen.add(key)
         found = rehearse(problem, [pair for segment, option in treated for pair in option.treat(problem, segment)])
-        regions = sum(len(segment.runs) for segment, _ in treated)
         point = Point(
             choice=treated,
             peak_bytes=found.peak_bytes,
-            step_s=plain_s + found.again_s + regions * region_s,
+            step_s=found.step_s,
             peak_call=found.peak_call,
             name=name,
         )
@@ -115,7 +111,7 @@ def find_frontier(
             break  # whatever parts of blocks can be made to do, replay of the block does
         for name, choice in candidates(chain) if candidates is not None else ():
             judge(name, choice)
-        for choice in _solve(problem, chain, plain, region_s):
+        for choice in _solve(problem, chain, plain):
             judge("planned", choice)
     return Frontier(points=_without_worse(judged), candidates=tuple(judged))
 
@@ -128,11 +124,9 @@ def _without_worse(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(found)
 
 
-def _solve(
-    problem: Problem, chain: Sequence[Segment], plain: Rehearsal, region_s: float
-) -> Iterable[list[tuple[Segment, Option]]]:
+def _solve(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> Iterable[list[tuple[Segment, Option]]]:
     """Choices along a chain for budgets from the smallest that can be reached to the plain step's peak."""
-    options = weigh_chain(problem, chain, plain, region_s)
+    options = weigh_chain(problem, chain, plain)
     last = chain[-1]
     start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
     rest = max(plain.bytes_at[last.runs[-1].stop : start], default=0)
@@ -147,30 +141,17 @@ def _solve(
             yield [(segment, weighed.option) for segment, weighed in zip(chain, chosen, strict=True)]
 
 
-def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal, region_s: float) -> list[list[Weighed]]:
+def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:
     """The options of each segment that are worth looking at; those of one type are found once."""
     by_type: dict[int, tuple[Segment, list[Weighed]]] = {}
     for segment in chain:
         if segment.type not in by_type:
             found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
-            priced = [_price(one, len(segment.runs) * region_s) for one in found]
-            by_type[segment.type] = (segment, without_worse(priced))
+            by_type[segment.type] = (segment, without_worse(found))
     return [
         [move(one, problem, plain, by_type[segment.type][0], segment) for one in by_type[segment.type][1]]
         for segment in chain
     ]
-
-
-def _price(weighed: Weighed, region_s: float) -> Weighed:
-    if weighed.option.way is None:
-        return weighed
-    return Weighed(
-        option=weighed.option,
-        freed_bytes=weighed.freed_bytes,
-        forward_bytes=weighed.forward_bytes,
-        backward_bytes=weighed.backward_bytes,
-        again_s=weighed.again_s + region_s,
-    )
 
 
 def find_options(problem: Problem, segment: Segment) -> list[Option]:

@@ -60,8 +60,11 @@ class Problem:
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
         saved_by: for each storage the forward calls that save it.
-        seconds: what each call takes, as those that do the same take it.
+        seconds: what each call adds to the step, as those that do the same do.
+        device_s: likewise, what the device takes for it.
+        host_s: likewise, what the host takes to launch it; 0 where the host runs the step itself.
         plain_s: what the plain step took.
+        is_host_bound: whether the host's time is the step's: what it does for regions counts in full.
         released: for each forward call the backward call at whose start what it saved is gone.
 
     Raises:
@@ -76,8 +79,12 @@ class Problem:
         self.forward_count = profile.forward_count
         paths = {module.path for module in profile.modules}
         self.leaves = paths.difference(path.rpartition(".")[0] for path in paths)
-        self.seconds = _smooth(self.calls)
+        self.seconds = _smooth(self.calls, [call.seconds for call in self.calls])
+        self.device_s = _smooth(self.calls, [call.device_s for call in self.calls])
+        self.host_s = _smooth(self.calls, [call.host_s for call in self.calls])
         self.plain_s = sum(call.seconds or 0.0 for call in self.calls)
+        host_s, device_s = profile.host_s, profile.device_s
+        self.is_host_bound = host_s is None or device_s is None or host_s >= device_s
         self.reads = [call.reads for call in self.calls]
         self.makes: list[tuple[int, ...]] = [()] * len(self.calls)
         for call, made in itertools.groupby(profile.made(), key=lambda one: one.call):
@@ -185,15 +192,15 @@ class Problem:
         )
 
 
-def _smooth(calls: Sequence[OpCall]) -> list[float]:
+def _smooth(calls: Sequence[OpCall], seconds: Sequence[float | None]) -> list[float]:
     """For each call the median time of those that do the same: a single one may have been held up by anything."""
     alike: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
     keys = [
         (call.op, *((value.shape, value.dtype) for value in call.inputs), *(value.shape for value in call.outputs))
         for call in calls
     ]
-    for key, call in zip(keys, calls, strict=True):
-        alike[key].append(call.seconds or 0.0)
+    for key, one in zip(keys, seconds, strict=True):
+        alike[key].append(one or 0.0)
     medians = {key: statistics.median(times) for key, times in alike.items()}
     return [medians[key] for key in keys]
 

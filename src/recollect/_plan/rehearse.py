@@ -29,6 +29,22 @@ class Way(enum.Enum):
     REPLAY = "replay"
 
 
+_REGION_S = 60e-6
+_PER_CALL_S = {Way.RERUN: (1e-6, 0.0), Way.SERVE: (12e-6, 12e-6), Way.REPLAY: (4e-6, 4e-6)}
+
+
+def find_overhead_s(way: Way, calls: int, again: int) -> float:
+    """What the host does for a region beyond making its calls: per region, per call in forward, per call made again.
+
+    Measured by benchmarks/overhead.py and benchmarks/selective.py on CPUs of 2024; half of the calls are views.
+
+    >>> find_overhead_s(Way.REPLAY, calls=60, again=10) > find_overhead_s(Way.RERUN, calls=60, again=60)
+    True
+    """
+    forward_s, again_s = _PER_CALL_S[way]
+    return _REGION_S + calls / 2 * forward_s + again / 2 * again_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
     """What becomes of one run.
@@ -50,14 +66,15 @@ class Rehearsal:
         bytes_at: bytes in use while each step runs.
         calls: the call of each step; forward calls that run again are there twice.
         places: for each call of the profile, the number of its own step.
-        again_s: seconds of the calls that run again.
-        peak_step: the first step with the most bytes.
+        again_s: what the calls that run again add to the step, if nothing but them matters.
+        step_s: how long the step takes: the device and the host work side by side, and the slower counts.
     """
 
     bytes_at: tuple[int, ...]
     calls: tuple[int, ...]
     places: tuple[int, ...]
     again_s: float
+    step_s: float
 
     @property
     def peak_bytes(self) -> int:
@@ -117,10 +134,15 @@ class _Stage:
         self._problem = problem
         self._chosen = chosen
         inserted: dict[int, list[tuple[int, int]]] = {}
-        for index, (run, treatment) in enumerate(chosen):
-            for moment, calls in find_recomputed(problem, run, treatment):
+        found = [(run, treatment, find_recomputed(problem, run, treatment)) for run, treatment in chosen]
+        for index, (_, _, again) in enumerate(found):
+            for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
         self._steps: list[int] = []
+        self._overhead_s = sum(
+            find_overhead_s(treatment.way, run.stop - run.first, sum(len(calls) for _, calls in again))
+            for run, treatment, again in found
+        )
         self._owners: dict[int, int] = {}  # of steps that run again: which of the chosen runs
         self._before: list[int] = []  # for each call: the first step that runs for it
         self._at: list[int] = []
@@ -167,8 +189,19 @@ class _Stage:
             ),
             calls=tuple(steps),
             places=tuple(self._at),
-            again_s=sum(problem.seconds[steps[step]] for step in self._owners),
+            again_s=sum(problem.seconds[steps[step]] for step in self._owners)
+            + (self._overhead_s if problem.is_host_bound else 0.0),
+            step_s=self._time(),
         )
+
+    def _time(self) -> float:
+        problem, again = self._problem, [self._steps[step] for step in self._owners]
+        profile = problem.profile
+        if profile.host_s is None or profile.device_s is None:
+            return problem.plain_s + sum(problem.seconds[call] for call in again) + self._overhead_s
+        device_s = profile.device_s + sum(problem.device_s[call] for call in again)
+        host_s = profile.host_s + sum(problem.host_s[call] for call in again) + self._overhead_s
+        return max(problem.plain_s, device_s, host_s)
 
     def _end_without(self, run: Run, storage: int) -> int:
         """The step at which a value is gone that the run does not keep."""

@@ -1,0 +1,204 @@
+"""Plans against measurement: for each model and budget the predicted peak and time beside those of real steps.
+
+    python benchmarks/frontier.py --device cuda                     all six models, budgets 90 to 20%, about 5 minutes
+    python benchmarks/frontier.py --device cuda --quick Llama       one model, a look
+    python benchmarks/frontier.py                                   small models on the CPU, live bytes
+
+A budget of 40% is what is there before the step, and 40% of what the plain step takes beyond that at its peak. Plain,
+planned and torch's own steps take turns; peaks are the allocator's on a device, live bytes on the CPU. Targets: peak
+within 2% (CPU 1%) and never above the budget, time within 5%.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from profiles import build, make_step
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from zoo import CASES, GPT, Case, Llama, MoE, ResNet, UNet, ViT, _images, _tokens
+
+import recollect
+from recollect import BudgetError, Profile
+from recollect._apply.blocks import find_blocks
+
+GIB = 2**30
+SMALL: dict[str, Case] = {
+    "GPT": Case(build=lambda: GPT(64, 6, 4, 128, vocab=512, dropout=0.0), inputs=_tokens(512, 4, 128)),
+    "Llama": Case(build=lambda: Llama(64, 6, 4, 2, 176, 128, vocab=512), inputs=_tokens(512, 4, 128)),
+    "ViT": Case(build=lambda: ViT(64, 6, 4), inputs=_images(2, 224)),
+    "ResNet": Case(build=lambda: ResNet((2, 2, 2, 2)), inputs=_images(4, 96)),
+    "U-Net": Case(build=lambda: UNet(32), inputs=lambda: (torch.randn(2, 3, 64, 64), torch.randn(2, 3, 64, 64))),
+    "MoE": Case(build=lambda: MoE(64, 4, 4, 128, 4, vocab=512), inputs=_tokens(512, 4, 128)),
+}
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+Step = Callable[[], None]
+
+
+class Bench:
+    """One model on one device: its steps, and how they are measured."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        gc.collect()
+        self.device, self.case = device, case
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        self.model, self.inputs, self.optimizer = build(case, device)
+        self.step: Step = functools.partial(make_step(case), self.model, self.optimizer, *self.inputs)
+        for _ in range(3):
+            self.step()
+
+    def profile(self) -> Profile:
+        return recollect.profile(make_step(self.case), self.model, self.optimizer, *self.inputs)
+
+    def measure(self, repeats: int, warm: int) -> tuple[float, int]:
+        """The median time of a step, and its peak."""
+        for _ in range(warm):
+            self.step()
+        if self.device == "cpu":
+            times = [self._time() for _ in range(repeats)]
+            return min(times), self.profile().peak_bytes
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        times = [self._time() for _ in range(repeats)]
+        return statistics.median(times), torch.cuda.max_memory_allocated()
+
+    def _time(self) -> float:
+        started = time.perf_counter()
+        self.step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    @contextmanager
+    def torchs(self, *, selective: bool) -> Iterator[None]:
+        """torch's own checkpointing around the repeated blocks."""
+        blocks = find_blocks(self.model)
+        forwards = {block: block.forward for block in blocks}
+        contexts: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
+        for block, own in forwards.items():
+            block.forward = functools.partial(  # type: ignore[method-assign]
+                torch.utils.checkpoint.checkpoint, own, use_reentrant=False, **contexts
+            )
+        try:
+            yield
+        finally:
+            for block in forwards:
+                del block.forward  # type: ignore[method-assign]
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(list(_KEPT))
+
+
+def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    bench = Bench(case, options.device)
+    started = time.perf_counter()
+    seen = bench.profile()
+    profiled_s = time.perf_counter() - started
+    started = time.perf_counter()
+    smallest = recollect.plan(seen, budget="min")
+    planned_s = time.perf_counter() - started
+    held = seen.timeline.held_bytes
+    span = seen.peak_bytes - held
+    candidates: dict[str, Any] = {"plain": None}
+    plans: dict[str, Any] = {}
+    for share in options.shares:
+        budget = held + span * share // 100
+        try:
+            plans[f"plan {share}%"] = recollect.plan(seen, budget=budget)
+        except BudgetError:
+            continue
+    plans["plan min"] = smallest
+    candidates |= plans
+    candidates |= {"torch full": False, "torch matmuls and attention": True}
+    rows: dict[str, dict[str, Any]] = {label: {"times": [], "peak": 0} for label in candidates}
+    for _ in range(options.rounds):
+        for label, what in candidates.items():
+            gc.collect()
+            if what is None:
+                seconds, peak = bench.measure(options.repeats, 1)
+            elif isinstance(what, bool):
+                with bench.torchs(selective=what):
+                    seconds, peak = bench.measure(options.repeats, 1)
+            else:
+                with recollect.apply(bench.model, what):
+                    seconds, peak = bench.measure(options.repeats, 3)
+            rows[label]["times"].append(seconds)
+            rows[label]["peak"] = max(rows[label]["peak"], peak)
+    plain = rows["plain"]
+    plain_s = min(plain["times"])
+    print(
+        f"\n{name}: plain {plain['peak'] / GIB:.3f} GiB {plain_s * 1e3:.1f} ms; profile says "
+        f"{seen.peak_bytes / GIB:.3f} GiB "
+        f"({seen.peak_bytes / plain['peak']:.4f}) {(seen.step_s or 0) * 1e3:.1f} ms "
+        f"({(seen.step_s or 0) / plain_s:.3f}); "
+        f"profiled in {profiled_s:.1f} s, planned in {planned_s:.1f} s; held {held / GIB:.3f} GiB",
+        flush=True,
+    )
+    found = []
+    for label, row in rows.items():
+        measured_s, peak = min(row["times"]), row["peak"]
+        line = f"  {label:28s} {(peak - held) / max(span, 1):6.1%} of activations, {measured_s / plain_s:6.3f} x plain"
+        entry = {"model": name, "label": label, "peak": peak, "seconds": measured_s, "plain_s": plain_s}
+        if label in plans:
+            plan = plans[label]
+            share = plan.step_s / plan.forecast.plain_step_s
+            limit = plan.forecast.budget_bytes
+            entry |= {"predicted_peak": plan.peak_bytes, "predicted": share, "bound": plan.lower_bound_s}
+            line += (
+                f" | predicted {plan.peak_bytes / peak:.4f} of the peak, "
+                f"{share / (measured_s / plain_s):.3f} of the time"
+                f" | bound {(plan.lower_bound_s or 0) / plan.forecast.plain_step_s:.3f}"
+                f" | {'within' if limit is None or peak <= limit else 'OVER'} budget, {len(plan.regions)} regions"
+            )
+        print(line, flush=True)
+        found.append(entry)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(CASES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shares", type=int, nargs="+", default=[90, 75, 60, 45, 30, 20])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="one round of few steps: a look, not a measurement")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no model after that"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.repeats = 1, 3
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    cases = CASES if options.device == "cuda" else SMALL
+    for name in options.models:
+        if time.perf_counter() - started > options.limit:
+            print(f"\n{name}: left out, the time is up")
+            continue
+        rows += run(name, cases[name], options)
+    if options.json:
+        options.json.write_text(json.dumps({"torch": str(torch.__version__), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
