@@ -53,7 +53,8 @@ def test_grouped_products_of_any_dtype_have_their_shape(dtype: torch.dtype) -> N
     x, w = torch.ones(16, 32, dtype=dtype), torch.ones(4, 32, 64, dtype=dtype)
     ends = torch.tensor([4, 8, 12, 16], dtype=torch.int32)
     with dry_step([], (x, w, ends), device=CPU) as dry:
-        assert torch._grouped_mm(*dry.values[:2], offs=dry.values[2]).shape == (16, 64)
+        one, other, offs = dry.values
+        assert torch._grouped_mm(one, other, offs=offs).shape == (16, 64)
 
 
 class Experts(nn.Module):

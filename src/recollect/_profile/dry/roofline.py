@@ -13,6 +13,7 @@ tensors.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from recollect._core.calls import OpCall, Storage
+from recollect._profile.dry.host import TYPICAL, measure_host
 
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
 _PRODUCTS_REACH = 0.65
@@ -30,6 +32,10 @@ _PICKING = ("aten.embedding.", "aten.index_select.", "aten.index.", "aten.gather
 """Operators that read of their first argument as much as they give."""
 
 
+_RECURRENT_REACH = 0.3
+_STEP_S, _STEP_BACK_S = 8e-6, 12e-6
+"""What one step of one layer of a recurrent net takes at least, forward and back."""
+_MATRIX, _SEQUENCE = 2, 3
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 
 
@@ -189,6 +195,8 @@ def estimate_s(
     moved = _bytes_moved(call, storages)
     if not moved and not call.flops:
         return 0.0
+    if call.op.startswith("aten._cudnn_rnn"):
+        return _estimate_recurrent_s(call, device, moved)
     peak = device.flops.get(_dtype_of(call, float32_matmul), device.flops["float32"])
     reached = next((part for name, part in _REACH if name in call.op), _PRODUCTS_REACH)
     is_scattered = any(name in call.op for name in _SCATTERING)
@@ -196,11 +204,30 @@ def estimate_s(
     return device.launch_s + max(call.flops / (peak * reached), moved / bandwidth)
 
 
+def _estimate_recurrent_s(call: OpCall, device: Device, moved: int) -> float:
+    """A recurrent net by cuDNN: its steps wait for each other, and each is short.
+
+    The gradient runs twice the operations of forward, and longer steps.
+    """
+    tensors = [value for value in call.inputs if len(value.shape) == _SEQUENCE]
+    x, states = tensors[0], tensors[-1]
+    layers, batch = states.shape[0], max(states.shape[1], 1)
+    tokens = x.shape[0] * x.shape[1]
+    weights = sum(math.prod(value.shape) for value in call.inputs if len(value.shape) == _MATRIX)
+    is_gradient = "backward" in call.op
+    flops = 2 * tokens * weights * (2 if is_gradient else 1)
+    peak = device.flops.get(_dtype_of(call, "tf32"), device.flops["float32"])
+    waits_s = tokens / batch * layers * (_STEP_BACK_S if is_gradient else _STEP_S)
+    return max(waits_s, flops / (peak * _RECURRENT_REACH), moved / (device.bandwidth * _BANDWIDTH_REACHES))
+
+
 def estimate_host_s(call: OpCall, device: Device) -> float | None:
     """How long the host takes to come to a call and to launch it; None where it runs the call itself."""
     if not device.is_cuda:
         return None
-    return device.launch_s
+    is_here = torch.cuda.is_available() and torch.cuda.get_device_name() == device.name
+    costs = measure_host("cuda") if is_here else TYPICAL
+    return costs.estimate_s(call, launches=bool(_bytes_moved(call, ()) or call.flops))
 
 
 def _dtype_of(call: OpCall, float32_matmul: str) -> str:
