@@ -188,7 +188,7 @@ class Listening:
         self.entered: list[str] = []
         self.left = 0
 
-    def enter(self, module: nn.Module) -> bool | None:
+    def enter(self, module: nn.Module, *_: Any) -> bool | None:
         self.entered.append(type(module).__name__)
         return True
 

@@ -113,20 +113,21 @@ def find_returned_loss(result: Any) -> Tensor | None:
     """The loss that a step returns: a number with a graph, alone, as ``loss``, or first among others."""
     if isinstance(result, (tuple, list)) and result:
         result = result[0]
-    held = _held_loss(result)
+    held = held_loss(result)
     found = result if held is None else held
     if isinstance(found, Tensor) and found.requires_grad and found.numel() == 1 and found.grad_fn is not None:
         return found
     return None
 
 
-def _held_loss(output: Any) -> Any:
+def held_loss(output: Any) -> Any:
+    """What an output calls its loss; None if nothing."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def loss_in(output: Any) -> Tensor | None:
     """The loss that a model's output is or holds, or the sum of its tensors."""
-    held = _held_loss(output)
+    held = held_loss(output)
     if isinstance(held, Tensor):
         return held
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

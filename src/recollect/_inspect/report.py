@@ -144,9 +144,9 @@ def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> b
     if kind == "html":
         from recollect._report.html import write_html
 
-        return write_html(profile, against=against, gains=_find_gains(profile)).encode()
+        return write_html(profile, against=against, gains=find_all_gains(profile)).encode()
     if kind == "text":
-        text = _load("text").write_text(profile, against=against, gains=_find_gains(profile), top=top)
+        text = _load("text").write_text(profile, against=against, gains=find_all_gains(profile), top=top)
         return str(text).encode()
     drawn = io.BytesIO()
     figure = _load("plot").draw(profile, against=against)
@@ -156,7 +156,7 @@ def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> b
     return drawn.getvalue()
 
 
-def _find_gains(profile: Profile) -> list[Gain]:
+def find_all_gains(profile: Profile) -> list[Gain]:
     """What recomputing would give, also under the policy that `apply` knows by a word."""
     choices, _ = parse_value("selective")
     assert choices is not None
@@ -177,7 +177,7 @@ def _load(form: str) -> ModuleType:
 
 
 def _print(profile: Profile, against: Profile | None, top: int) -> None:
-    text, gains = _load("text"), _find_gains(profile)
+    text, gains = _load("text"), find_all_gains(profile)
     console = importlib.import_module("rich.console").Console(emoji=False)
     if console.is_terminal or console.is_jupyter:
         console.print(text.render_text(profile, against=against, gains=gains, top=top))

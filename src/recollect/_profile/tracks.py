@@ -21,13 +21,14 @@ from pathlib import PurePath
 from sys import _getframe
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import is_grad_enabled, nn
 
 from recollect._core.authors import is_of_user
 from recollect._core.torch_private.calls import Watch
 from recollect._core.torch_private.engine import next_sequence
+from recollect._profile.given import Given
 
 # Of one thread. A call is two events and about 200 bytes: 65,000 calls in 13 MB. Older ones are forgotten.
 _MOST_EVENTS = 2**17
@@ -54,6 +55,7 @@ class _Here(threading.local):
 
     def __init__(self, logs: deque[Log]) -> None:
         self.log: Log = deque(maxlen=_MOST_EVENTS)
+        self.depth = 0  # of the calls that run
         logs.append(self.log)
 
 
@@ -68,6 +70,7 @@ class Tracks:
         self._logs: deque[Log] = deque(maxlen=_MOST_THREADS)
         self._here = _Here(self._logs)
         self._when_failed = when_failed
+        self._given: WeakKeyDictionary[nn.Module, Given] = WeakKeyDictionary()
         self._watch = Watch(self)
 
     def start(self) -> None:
@@ -78,11 +81,16 @@ class Tracks:
         """Note no more; what was noted stays."""
         self._watch.stop()
 
-    def enter(self, module: nn.Module) -> Log | None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Log | None:
         """A module is called."""
         if not is_grad_enabled():
             return None
-        log = self._here.log
+        here = self._here
+        log = here.log
+        here.depth += 1
+        if here.depth == 1 and (args or kwargs):
+            with suppress(Exception):  # a class among the arguments that will not be looked at
+                self._given[module] = Given(args, kwargs)
         frame: FrameType | None = _getframe(2)
         while frame is not None and not is_of_user(frame.f_code, frame.f_globals):
             frame = frame.f_back
@@ -94,12 +102,17 @@ class Tracks:
 
     def leave(self, entry: Log) -> None:
         """A call is over."""
+        self._here.depth -= 1
         entry.append(next_sequence())
 
     def fail(self, module: nn.Module, error: BaseException) -> None:
         """A call has raised."""
         if self._when_failed is not None:
             self._when_failed(module, error)
+
+    def given(self, module: nn.Module) -> Given | None:
+        """What a module was called with last, where no other module called it."""
+        return self._given.get(module)
 
     def read(self) -> list[Spans]:
         """What was noted so far, one for each thread, this thread's first."""

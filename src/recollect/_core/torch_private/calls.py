@@ -30,7 +30,7 @@ _LEAVE_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._Fram
 class Listener(Protocol):
     """Whoever is told of calls, on the thread that makes them."""
 
-    def enter(self, module: nn.Module, /) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """A module is called, two Python frames above this one or more. What it gives, `leave` is given."""
 
     def leave(self, entry: Any, /) -> None:
@@ -73,7 +73,7 @@ def _wrap(beneath: Callable[..., Any], listener: Listener) -> Callable[..., Any]
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or (told := about["listener"]) is None:
             return beneath(self, *args, **kwargs)
-        entry = told.enter(self)
+        entry = told.enter(self, args, kwargs)
         try:
             return beneath(self, *args, **kwargs)
         except BaseException as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,10 @@ class Alive:
     """Nodes that may hold more than Python can see, by name, and how many."""
     unplaced_bytes: int = 0
     """Of what is saved: by nodes that were made before calls were noted."""
+    root: ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    """The model, while it is alive."""
+    optimizer: ref[Optimizer] | None = field(default=None, repr=False, compare=False)
+    """What trains it, if one was found."""
 
     @property
     def known_bytes(self) -> int:
@@ -131,7 +136,21 @@ def find_alive(tracks: Tracks, device: str, failed: nn.Module | None = None, nod
         forgotten=graph.forgotten,
         opaque=tuple(graph.opaque.most_common()),
         unplaced_bytes=saved.unplaced_bytes,
+        root=None if model.root is None else ref(model.root),
+        optimizer=_find_optimizer(model.root, objects.optimizers),
     )
+
+
+def _find_optimizer(root: nn.Module | None, optimizers: Iterable[Optimizer]) -> ref[Optimizer] | None:
+    """The optimiser that has parameters of a model."""
+    if root is None:
+        return None
+    own = {id(parameter) for parameter in root.parameters()}
+    for optimizer in optimizers:
+        with suppress(Exception):  # one that is being made
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                return ref(optimizer)
+    return None
 
 
 class _Objects:

@@ -44,15 +44,17 @@ class Remedy:
     operators: int
     """What would run again of those that are enough."""
     is_enough: bool | None
-    """Whether the allocation would have succeeded; None if it is not known how much was missing."""
+    """Whether this allocation would have succeeded; None if it is not known how much was missing."""
     code: str
     """The line to write, with ``model`` for the model."""
+    is_blocks: bool = False
+    """Whether these are all of the model's repeated blocks."""
 
 
 def find_remedies(
     candidates: Sequence[Candidate], *, missing_bytes: int | None, failed_module: str, is_forward: bool
 ) -> tuple[Remedy, ...]:
-    """The groups of alike modules that free something: those that free enough first, the fewest operators first.
+    """The groups of modules of one kind that free something: blocks first, then what is enough, fewest operators first.
 
     Args:
         candidates: the model's modules, in its order.
@@ -63,6 +65,7 @@ def find_remedies(
     groups: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault((generalise(candidate.path), candidate.kind), []).append(candidate)
+    blocks = {one.path for one in candidates if one.is_block}
     found = []
     for (pattern, kind), group in groups.items():
         free = [0 if _is_around(one.path, failed_module) else one.freed_bytes for one in group]
@@ -82,10 +85,18 @@ def find_remedies(
                 freed_bytes=freed,
                 operators=sum(one.operators for one in group[:fewest]),
                 is_enough=None if missing_bytes is None else freed >= missing_bytes,
+                is_blocks={one.path for one in group} == blocks,
                 code=_write(group, candidates, pattern, first),
             )
         )
-    found.sort(key=lambda one: (one.is_enough is not True, one.operators if one.is_enough else -one.freed_bytes))
+    # What is enough for this allocation may fail at the next: the blocks free most of the step, so they come first.
+    found.sort(
+        key=lambda one: (
+            not (one.is_blocks and one.is_enough is not False),
+            one.is_enough is not True,
+            one.operators if one.is_enough else -one.freed_bytes,
+        )
+    )
     least = _LEAST * max(missing_bytes or 0, max((one.freed_bytes for one in found), default=0))
     return tuple(one for one in found if one.is_enough or one.freed_bytes >= least)[:_MOST]
 

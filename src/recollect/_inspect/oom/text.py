@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from recollect._core.calls import Phase
+from recollect._core.numbers import format_seconds
 from recollect._core.units import count_noun, format_bytes
 from recollect._inspect.oom.alive import SavedPlace
+from recollect._inspect.oom.judged import Judged, Judgement
 from recollect._inspect.oom.remedies import Remedy, generalise
 
 if TYPE_CHECKING:
@@ -132,6 +134,9 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
             "before the start.",
             indent=2,
         )
+    if report.judgement is not None and report.judgement.choices:
+        yield from _format_judgement(report.judgement)
+        return
     if not report.remedies:
         if report.alive.model and not report.is_fragmentation and not report.alive.compiled:
             yield from _wrap("no module that had run holds what recomputing it would free: make the batch smaller")
@@ -144,6 +149,24 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
         yield f"      {remedy.code}"
 
 
+def _format_judgement(judgement: Judgement) -> Iterator[str]:
+    has, needs = format_bytes(judgement.capacity_bytes), format_bytes(judgement.plain_bytes)
+    yield from _wrap(f"what would make the step fit: it needs {needs} as it is, and there are {has}")
+    for choice in judgement.choices:
+        yield from _wrap(_describe_choice(choice), indent=2)
+        yield f"      {choice.code}"
+    if not any(choice.is_enough is not False for choice in judgement.choices):
+        yield from _wrap(
+            "none of these is enough: make the batch or the sequence shorter, or shard the model", indent=2
+        )
+
+
+def _describe_choice(choice: Judged) -> str:
+    costs = "" if choice.recompute_s is None else f", {format_seconds(choice.recompute_s)} more a step"
+    verdict = {True: "enough", False: "not enough alone", None: "should be enough, but not all of the step was seen"}
+    return f"{choice.what}: peak {format_bytes(choice.peak_bytes)}{costs}, {verdict[choice.is_enough]}"
+
+
 def _describe_remedy(remedy: Remedy) -> str:
     size = format_bytes(remedy.freed_bytes)
     if remedy.modules == 1:
@@ -151,11 +174,11 @@ def _describe_remedy(remedy: Remedy) -> str:
     else:
         ran = "" if remedy.ran == remedy.modules else f", {remedy.ran} of them hold something"
         whose = f"{remedy.pattern} ({remedy.modules} {remedy.kind}{ran})"
-        few = f"; {'one is' if remedy.fewest == 1 else f'{remedy.fewest} are'} enough for this allocation"
+        few = f"; {'one is' if remedy.fewest == 1 else f'{remedy.fewest} are'} enough for it"
     if remedy.is_enough is None:
         return f"{whose}: {size}"
     return (
-        f"{whose}: {size}, enough{few if remedy.fewest < remedy.ran else ''}"
+        f"{whose}: {size}, enough for this allocation{few if remedy.fewest < remedy.ran else ''}"
         if remedy.is_enough
         else (f"{whose}: {size}, not enough alone")
     )

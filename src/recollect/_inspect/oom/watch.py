@@ -23,6 +23,7 @@ from recollect._core.torch_private.traces import running_module
 from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._inspect.oom.alive import Alive, find_alive
 from recollect._inspect.oom.error import Shortage, read_shortage
+from recollect._inspect.oom.judged import Judgement, judge
 from recollect._inspect.oom.place import Place, find_place
 from recollect._inspect.oom.remedies import Remedy, find_remedies
 from recollect._inspect.oom.text import format_report
@@ -69,10 +70,12 @@ class OomReport:
     """Whether there was enough, in pieces."""
     alive: Alive
     remedies: tuple[Remedy, ...]
-    """Modules to recompute; what is enough first, what runs fewest operators again first among those."""
+    """Modules to recompute, judged by this allocation alone: the model's blocks first, then what frees enough."""
     notes: tuple[str, ...]
     rank: int | None
     """Of this process, among several."""
+    judgement: Judgement | None = None
+    """What would make the whole step fit, where it could be followed on fake tensors."""
 
     @property
     def rest_bytes(self) -> int | None:
@@ -301,6 +304,7 @@ def _make_report(shortage: Shortage, alive: Alive | None, tracks: Tracks, trace:
         alive = find_alive(tracks, shortage.device, node=place.node)
     is_backward = place.phase is Phase.BACKWARD
     missing = shortage.missing_bytes
+    judgement, why_not = _judge(alive, shortage, tracks) if place.phase is not Phase.OPTIMIZER else (None, "")
     return OomReport(
         message=shortage.message,
         phase=place.phase,
@@ -323,9 +327,39 @@ def _make_report(shortage: Shortage, alive: Alive | None, tracks: Tracks, trace:
             failed_module=alive.failed_module,
             is_forward=place.phase is Phase.FORWARD,
         ),
-        notes=tuple(_find_notes(alive, place)),
+        notes=(*_find_notes(alive, place), *([why_not] if why_not else [])),
+        judgement=judgement,
         rank=distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None,
     )
+
+
+def _judge(alive: Alive, shortage: Shortage, tracks: Tracks) -> tuple[Judgement | None, str]:
+    """What would make the whole step fit; or a note that says why that cannot be told."""
+    model = None if alive.root is None else alive.root()
+    given = None if model is None else tracks.given(model)
+    allocated, available = shortage.allocated_bytes, shortage.available_bytes
+    is_several = distributed.is_available() and distributed.is_initialized()  # fakes would talk to other ranks
+    if model is None or given is None or allocated is None or available is None or is_several:
+        return None, ""
+    if not given.is_known:
+        return (
+            None,
+            "the model was called with objects that cannot be given again: remedies go by this allocation alone.",
+        )
+    optimizer = None if alive.optimizer is None else alive.optimizer()
+    try:
+        judgement = judge(
+            model,
+            given,
+            device=shortage.device,
+            capacity_bytes=allocated + available,
+            beside_bytes=alive.other_bytes + alive.gradient_bytes,
+            optimizer=optimizer,
+        )
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None, f"the step cannot be followed on fake tensors ({why}): remedies go by this allocation."
+    return judgement, ""
 
 
 def _find_notes(alive: Alive, place: Place) -> Iterator[str]:
