@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import recollect

@@ -21,8 +21,9 @@ class Category(enum.Enum):
     """What memory is for.
 
     GRADIENT: of parameters, and of what else collects them. ACTIVATION: made in forward, kept for backward. LOSS_HEAD:
-    activations and temporaries of what comes after the last repeated block, the loss itself included. LIBRARY: what
-    libraries hold all the time. TEMPORARY: all other that calls make.
+    activations and temporaries of what comes after the last repeated block, the loss itself included. OFFLOADED:
+    activations that are sent elsewhere, while they are here: before they have left, and after they are back. LIBRARY:
+    what libraries hold all the time. TEMPORARY: all other that calls make.
     """
 
     PARAMETER = "parameters"
@@ -32,6 +33,7 @@ class Category(enum.Enum):
     INPUT = "inputs"
     ACTIVATION = "activations"
     LOSS_HEAD = "loss head"
+    OFFLOADED = "offloaded"
     LIBRARY = "libraries"
     TEMPORARY = "temporaries"
 
@@ -189,3 +191,24 @@ class Made:
     storage: int
     call: int
     output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A copy of a value to another tier, or back.
+
+    Attributes:
+        storage: what leaves, or what it comes back to, which is another storage.
+        bytes: that travel, after compression.
+        is_out: whether it leaves.
+        start: the call before which the copy begins.
+        end: the call before which the step may count on it; at least `start`.
+        tier: where to, or from: ``"host"``.
+    """
+
+    storage: int
+    bytes: int
+    is_out: bool
+    start: int
+    end: int
+    tier: str = ""

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from recollect._core.calls import Made, OpCall, Saved, Storage
+from recollect._core.calls import Made, OpCall, Saved, Storage, Transfer
 from recollect._core.decisions import Decision
 from recollect._core.documents import read_document, write_document
 from recollect._core.profile_text import describe_profile, profile_as_html
@@ -99,6 +99,7 @@ class Profile:
         rules: what the entries of policies did, where regions were applied.
         allocators: what the allocators of devices said, where there are any.
         notes: what was assumed or could not be seen, in sentences.
+        transfers: copies of values to other tiers and back, where some are offloaded.
 
     Raises:
         ValueError: a storage or call that is referred to is not there, or a number cannot be.
@@ -132,6 +133,7 @@ class Profile:
     rules: tuple[RuleEntry, ...] = ()
     allocators: tuple[AllocatorEntry, ...] = ()
     notes: tuple[str, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -150,6 +152,10 @@ class Profile:
         for edge in self.saved:
             _check_indices({edge.storage}, len(self.storages), f"{edge}", "storage")
             _check_indices({edge.by, edge.reader or 0}, len(self.calls), f"{edge}", "call")
+        for transfer in self.transfers:
+            _check_indices({transfer.storage}, len(self.storages), f"{transfer}", "storage")
+            _check_indices({transfer.start, transfer.end}, len(self.calls) + 1, f"{transfer}", "call")
+            _check_sizes(f"{transfer}", bytes=transfer.bytes)
 
     def _check_call(self, call: OpCall, where: str) -> None:
         count = len(self.storages)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recollect._core.torch_private.graph import Held
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._offload.parcels import tensors_here
 from recollect._recompute.frame import Frame
 from recollect._recompute.slots import Slot
 
@@ -105,6 +106,9 @@ class Packed:
             if isinstance(leaf, Tensor):
                 found = True
                 yield Part(tensor=leaf, is_whole=leaf is held.value)
+            elif (here := tensors_here(leaf)) is not None:
+                found = found or bool(here)
+                yield from (Part(tensor=tensor) for tensor in here)
             elif (opened := _open(leaf, held)) is not None:
                 found = True
                 yield from self._unfold(opened)

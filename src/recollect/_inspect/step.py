@@ -350,6 +350,7 @@ class StepProfiler:
             storages=parts.storages,
             calls=tuple(cost_calls(parts.calls, parts.storages, self._find_device(), self._plain)),
             saved=parts.saved,
+            transfers=parts.transfers,
             device=describe_device(self._device) if dry is None else dry.device.name,
             name=self._name,
             clock=capture.timer.clock or Clock.ROOFLINE,

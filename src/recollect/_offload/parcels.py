@@ -205,3 +205,13 @@ def bytes_of(storage: torch.UntypedStorage, start: int, size: int) -> Tensor:
     """A stretch of a storage as a flat tensor of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, start, (size,), (1,))
+
+
+def tensors_here(packed: Any) -> list[Tensor] | None:
+    """The tensors that one of our packed objects holds where they were; None for an object of others."""
+    if isinstance(packed, Stayed):
+        return [packed.tensor]
+    if isinstance(packed, Handle):
+        alias = packed.parcel.alias
+        return [] if alias is None else [alias]
+    return None

@@ -26,6 +26,7 @@ from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.engine import current_pass, next_sequence, pop_hooks, push_hooks, when_pass_ends
 from recollect._core.torch_private.graph import is_parameter
 from recollect._core.torch_private.storages import count_holders
+from recollect._core.travel import listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
@@ -405,8 +406,11 @@ class Session:
         self._unclosed = deque(
             (step for step in self._unclosed if not self._close(step, waits=is_learning)), maxlen=_MEASURED_STEPS
         )
-        self._steps += 1
-        is_measured = self._steps <= _MEASURED_STEPS or self._steps % _MEASURED_EVERY == 0
+        if listeners:  # a profile is taken, which slows the step down: nothing is to be learnt of it
+            is_measured = False
+        else:
+            self._steps += 1
+            is_measured = self._steps <= _MEASURED_STEPS or self._steps % _MEASURED_EVERY == 0
         self.transfers.accounts = Accounts(measures=is_measured)
         self._known = {key: known for key, known in self._known.items() if known() is not None}
         self._step = Step(self.transfers.accounts)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.errors import OffloadError, TierFullError
+from recollect._core.travel import Move, News, listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts
 from recollect._offload.parcels import Parcel, bytes_of
@@ -215,6 +216,9 @@ class Transfers:
 
     def _note_leaving(self, parcel: Parcel) -> None:
         parcel.is_leaving = True
+        if listeners:
+            assert parcel.alias is not None
+            self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
         self._leaving_bytes += parcel.size
         self.accounts.note_out(parcel.travel_bytes)
 
@@ -238,6 +242,10 @@ class Transfers:
         parcel.alias = None
         self._end_leaving(parcel)
 
+    def _tell(self, move: Move, parcel: Parcel, storage: torch.UntypedStorage | None) -> None:
+        name = self.slow.name if self.slow is not None and parcel.written is not None else "host"
+        listeners.tell(News(move=move, value=id(parcel), storage=storage, bytes=parcel.travel_bytes, tier=name))
+
     def _hold(self, lanes: Lanes, stream: Any, mark: Any) -> None:
         if self.accounts.measures:
             before = lanes.clock.mark(stream)
@@ -250,6 +258,8 @@ class Transfers:
         if parcel.is_leaving:
             parcel.is_leaving = False
             self._leaving_bytes -= parcel.size
+            if listeners:
+                self._tell(Move.HAS_LEFT, parcel, None)
 
     def note_written(self, parcel: Parcel) -> None:
         """A value of the host whose write may be done meanwhile: count it out."""
@@ -289,6 +299,8 @@ class Transfers:
             data = data.clone() if reading is None else data
             parcel.returned = data if parcel.codec is None else parcel.codec.decode(data, parcel.size)
             self.accounts.note_back(parcel.travel_bytes)
+            if listeners:
+                self._tell(Move.RETURNS, parcel, parcel.returned.untyped_storage())
             return
         lanes = self.lanes_of(parcel.device)
         stream = lanes.current()
@@ -303,6 +315,8 @@ class Transfers:
             raise OffloadError(self._describe(parcel, "could not be copied back", error)) from error
         parcel.returned, parcel.stream = target, stream
         self.accounts.note_back(parcel.travel_bytes)
+        if listeners:
+            self._tell(Move.RETURNS, parcel, target.untyped_storage())
         if reading is not None and reading.buffer is not None:
             self._give_back(reading.buffer, parcel.back)
 
@@ -335,6 +349,8 @@ class Transfers:
             self._bring(parcel)
         returned = parcel.returned
         assert returned is not None
+        if listeners:
+            self._tell(Move.IS_BACK, parcel, None)
         if parcel.back is not None:
             lanes = self.lanes_of(parcel.device)
             stream = lanes.current()

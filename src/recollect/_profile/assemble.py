@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
+from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Transfer, Value
 from recollect._profile.capture import Capture
 from recollect._profile.raw import RawCall, RawValue
 from recollect._profile.storage_log import BEFORE
@@ -51,6 +51,7 @@ class Assembled:
     storages: tuple[Storage, ...]
     calls: tuple[OpCall, ...]
     saved: tuple[Saved, ...]
+    transfers: tuple[Transfer, ...]
 
 
 def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> Assembled:
@@ -79,7 +80,8 @@ def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> As
         )
         for number, entry in enumerate(capture.storages.entries)
     )
-    return Assembled(storages=storages, calls=calls, saved=saved)
+    transfers = tuple(capture.transfers)
+    return Assembled(storages=storages, calls=calls, saved=saved, transfers=transfers)
 
 
 class _Links:
@@ -169,6 +171,8 @@ def _categorise(capture: Capture, known: Known, saved: Sequence[Saved], in_head:
         phase = capture.calls[maker].phase if maker is not None and maker < len(capture.calls) else None
         if number in known.categories:
             category = known.categories[number]
+        elif number in capture.offloaded:
+            category = Category.OFFLOADED
         elif number in capture.gradients:
             category = Category.GRADIENT
         elif number in capture.states:

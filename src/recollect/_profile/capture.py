@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from recollect._core.calls import Phase
+from recollect._core.calls import Phase, Transfer
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.places import Places, is_recomputed_by_torch
 from recollect._core.scope import current_run, watcher
@@ -31,6 +31,7 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._core.travel import Move, News, listeners
 from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
 from recollect._profile.scopes import Scopes
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
@@ -69,6 +70,8 @@ class Capture(DispatchMode):
         gradients: numbers of storages that were the gradient of a leaf.
         states: numbers of storages that were an optimiser's state.
         optimizers: that made a step.
+        offloaded: numbers of storages that were sent to another tier, or came back from one.
+        transfers: copies to other tiers and back.
         saw_torch_checkpoint: whether ``torch.utils.checkpoint`` recomputed something.
     """
 
@@ -91,6 +94,9 @@ class Capture(DispatchMode):
         self.storages = StorageLog()
         self.gradients: set[int] = set()
         self.states: set[int] = set()
+        self.offloaded: set[int] = set()
+        self.transfers: list[Transfer] = []
+        self._travelling: dict[int, tuple[int, int, News]] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.places = Places()
         self.timer, self._snapshot = timer, snapshot
@@ -127,6 +133,7 @@ class Capture(DispatchMode):
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(watcher.reset, watcher.set(self._scopes))
+            stack.enter_context(listeners.listening(self._hear))
             super().__enter__()
             stack.push(super().__exit__)
             self._leaving = stack.pop_all()
@@ -337,6 +344,23 @@ class Capture(DispatchMode):
                 leaf = weak()
                 if leaf is not None and leaf.grad is not None:
                     self.gradients.update(self._numbers(leaf.grad))
+
+    # Offloading.
+
+    def _hear(self, news: News) -> None:
+        """A value is sent away, or comes back: its memory is of no operator's making."""
+        with self._lock:
+            at = len(self.calls)
+            self.storages.settle(at)
+            if news.move in (Move.LEAVES, Move.RETURNS):
+                number = self.storages.number(news.storage, news.storage.device, at)
+                self.offloaded.add(number)
+                self._travelling[news.value] = (number, at, news)
+            elif (begun := self._travelling.pop(news.value, None)) is not None:
+                number, start, first = begun
+                is_out = first.move is Move.LEAVES
+                found = Transfer(storage=number, bytes=news.bytes, is_out=is_out, start=start, end=at, tier=news.tier)
+                self.transfers.append(found)
 
     # Optimisers.
 

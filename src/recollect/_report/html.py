@@ -39,6 +39,7 @@ _SCRIPTS = (
     "curves.js",
     "chart.js",
     "overview.js",
+    "links.js",
     "timeline.js",
     "treemap.js",
     "comparison.js",
@@ -173,6 +174,13 @@ def _encode(profile: Profile, texts: _Texts, *, with_saved: bool) -> dict[str, A
             "passes": totals.passes,
         },
         "rules": _encode_rules(profile, texts),
+        "transfers": {
+            "is_out": [transfer.is_out for transfer in profile.transfers],
+            "bytes": [transfer.bytes for transfer in profile.transfers],
+            "start": [transfer.start for transfer in profile.transfers],
+            "end": [transfer.end for transfer in profile.transfers],
+            "tier": texts.column(transfer.tier for transfer in profile.transfers),
+        },
     }
 
 

@@ -13,6 +13,7 @@ STACK = (
     Category.GRADIENT,
     Category.ACTIVATION,
     Category.LOSS_HEAD,
+    Category.OFFLOADED,
     Category.TEMPORARY,
 )
 """From the ground up: what stays all the time is at the bottom, what comes and goes is at the top."""
@@ -21,7 +22,7 @@ STACK = (
 COLOURS = dict(
     zip(
         STACK,
-        ("#5c6570", "#262f4c", "#8293d7", "#a1958d", "#8d5b1d", "#296e84", "#d88015", "#75138b", "#2d90f7"),
+        ("#5c6570", "#262f4c", "#8293d7", "#a1958d", "#8d5b1d", "#296e84", "#d88015", "#75138b", "#3f7d20", "#2d90f7"),
         strict=True,
     )
 )

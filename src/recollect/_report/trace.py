@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from recollect._core.calls import Phase
@@ -17,6 +17,7 @@ from recollect._report.summary import find_peak
 
 _PROCESS = 1
 _TRACKS = {phase: number for number, phase in enumerate(Phase, 1)}
+_LINKS = {True: (len(_TRACKS) + 1, "link out"), False: (len(_TRACKS) + 2, "link back")}
 _MICROSECONDS = 1e6
 
 
@@ -51,6 +52,9 @@ def _name_tracks(profile: Profile) -> Iterator[dict[str, Any]]:
     for phase, track in _TRACKS.items():
         yield name("thread_name", track, name=phase.value)
         yield name("thread_sort_index", track, sort_index=track)
+    for track, what in _LINKS.values() if profile.transfers else ():
+        yield name("thread_name", track, name=what)
+        yield name("thread_sort_index", track, sort_index=track)
 
 
 def _list_events(profile: Profile) -> Iterator[dict[str, Any]]:
@@ -58,7 +62,9 @@ def _list_events(profile: Profile) -> Iterator[dict[str, Any]]:
     starts = itertools.accumulate(durations, initial=0.0)
     sizes = follow_categories(profile)
     shown = None
-    for number, (call, start, duration) in enumerate(zip(profile.calls, starts, durations, strict=False)):
+    times = list(starts)
+    yield from _list_transfers(profile, times)
+    for number, (call, start, duration) in enumerate(zip(profile.calls, times, durations, strict=False)):
         memory = {category.value: values[number] for category, values in sizes.items()}
         if memory != shown:
             shown = memory
@@ -81,6 +87,22 @@ def _list_events(profile: Profile) -> Iterator[dict[str, Any]]:
             "ts": start,
             "dur": duration,
             "args": {name: value for name, value in details.items() if value or name == "call"},
+        }
+
+
+def _list_transfers(profile: Profile, times: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Copies to other tiers and back, each from the call before which it begins to the one that may count on it."""
+    for transfer in profile.transfers:
+        track, what = _LINKS[transfer.is_out]
+        yield {
+            "ph": "X",
+            "name": f"{'to' if transfer.is_out else 'from'} {transfer.tier}",
+            "cat": what,
+            "pid": _PROCESS,
+            "tid": track,
+            "ts": times[transfer.start],
+            "dur": times[transfer.end] - times[transfer.start],
+            "args": {"bytes": transfer.bytes},
         }
 
 

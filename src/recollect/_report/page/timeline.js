@@ -14,7 +14,10 @@ class Timeline {
     this.hidden = new Set();
     const { categories } = this.main.step;
     this.present = categories.map((_, kind) => tracks.some(({ step }) => this.isPresent(step, kind)));
-    tracks.forEach((track) => (track.chart = new Chart(track.step, track.label, this.listenersOf(track))));
+    tracks.forEach((track) => {
+      track.chart = new Chart(track.step, track.label, this.listenersOf(track));
+      if (track.step.transfers.start.length) track.links = new Links(track.step);
+    });
     this.overview = new Overview(tracks.map(({ step }) => step), (range) => this.zoom(range));
     this.charts = make("div", { class: "charts" });
     this.point = oncePerFrame((at) => this.show(at));
@@ -38,7 +41,8 @@ class Timeline {
       this.charts.append(...(label ? [make("h3", { class: "track" }, label)] : []), chart.element);
     });
     const hint = "Drag to zoom; click to stay at a call, Escape to leave it. Arrow keys move, P goes to the peak.";
-    this.charts.append(this.overview.element, make("p", { class: "hint" }, hint));
+    const links = this.tracks.flatMap(({ links: own }) => (own ? [own.element] : []));
+    this.charts.append(...links, this.overview.element, make("p", { class: "hint" }, hint));
     const head = ["Size", "Tensor", "Made in", "By", "Line"].map((text) => make("th", { scope: "col" }, text));
     const caption = make("caption", { class: "unseen" }, "Tensors that are alive at this call");
     const table = make("table", { class: "alive" }, caption, make("thead", {}, make("tr", {}, ...head)), this.alive);
@@ -184,6 +188,7 @@ class Timeline {
         label: `peak ${label.toLowerCase()} ${formatBytes(peak.bytes)}`,
       }));
       track.chart.draw({ ...view, heights: track.heights, marks }, width);
+      track.links?.draw(view, width);
     });
     const totals = Math.max(1, ...this.tracks.map(({ step }) => step.peak.bytes));
     this.overview.draw({ axis: this.axis, range: view.range, end: this.end || 1, most: totals }, width);

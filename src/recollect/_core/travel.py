@@ -1,0 +1,72 @@
+"""Who wants to know of values that are sent away and come back: profilers listen, offloading tells. No torch here.
+
+Process-wide, because values come back on autograd's threads. Holds as many listeners as profiles are being taken.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+class Move(enum.Enum):
+    """What happens to a value: it begins to leave, has left, begins to come back, is back."""
+
+    LEAVES = "leaves"
+    HAS_LEFT = "has left"
+    RETURNS = "returns"
+    IS_BACK = "is back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """One move of one value.
+
+    Attributes:
+        move: what happens.
+        value: tells the value from others, as long as it is away.
+        storage: the memory on the device that it leaves, or comes back to; None where that is gone.
+        bytes: that travel.
+        tier: where to, or from.
+    """
+
+    move: Move
+    value: int
+    storage: Any
+    bytes: int
+    tier: str
+
+
+Listener = Callable[[News], None]
+
+
+class Listeners:
+    """Those who want to know."""
+
+    __slots__ = ("_all",)
+
+    def __init__(self) -> None:
+        self._all: tuple[Listener, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def tell(self, news: News) -> None:
+        """Tell everybody."""
+        for listener in self._all:
+            listener(news)
+
+    @contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Let somebody know while the block runs."""
+        self._all = (*self._all, listener)
+        try:
+            yield
+        finally:
+            self._all = tuple(one for one in self._all if one is not listener)
+
+
+listeners = Listeners()
