@@ -55,7 +55,7 @@ def test_a_function_that_is_the_step_runs_before_it_is_profiled(invoke: Invoke) 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return torch.ones(2) + 1", "ran 2 operators and no backward, so nothing is kept for one: run it "),
+        ("return torch.ones(2) + 1", "ran 2 operators and no backward, so nothing is kept for one: return the loss"),
         ("return {'loss': 1.0}", "ran no operator of torch: name a function that runs a step, "),
     ],
 )
@@ -145,8 +145,9 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (
             ["train.py:train"],
             (
-                "train.py:train takes arguments, (steps), and is called without any: "
-                "name a function that makes the model and its inputs, and returns them or runs the step"
+                "train.py:train takes arguments, (steps), and train has no 'steps': give the module variables of these "
+                "names, or name a function without arguments that makes the model and its inputs, and returns them or "
+                "runs the step"
             ),
         ),
     ],
@@ -154,6 +155,22 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
 def test_wrong_usage_is_explained_with_exit_code_2(invoke: Invoke, args: list[str], message: str) -> None:
     done = invoke("profile", *args)
     assert (done.code, done.out, done.err.splitlines()[-1]) == (2, "", f"error: {message}")
+
+
+TAKES = """
+import torch
+model, batch = torch.nn.Linear(4, 1), torch.ones(2, 4)
+def train_step(model, batch):
+    return model(batch).mean()
+"""
+
+
+def test_a_step_that_takes_arguments_is_given_the_variables_of_its_module(invoke: Invoke, folder: Path) -> None:
+    (folder / "takes.py").write_text(TAKES)
+    profile = take(invoke, "takes:train_step")
+    assert {call.phase for call in profile.calls} == {Phase.FORWARD, Phase.BACKWARD}
+    done = invoke("profile", "takes:model")
+    assert "takes:model is a model, a Linear, without its inputs: name a function that returns" in done.err
 
 
 def test_a_module_that_is_not_there_is_named_with_those_near(invoke: Invoke, folder: Path) -> None:

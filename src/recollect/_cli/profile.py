@@ -81,7 +81,8 @@ def profile(
 ) -> None:
     """Profile one training step: what is in memory at the peak, and what put it there.
 
-    A **function** is called without arguments. It returns what to profile:
+    A **function** is called without arguments, or with variables of its module that have their names:
+    `train_step(model, batch)`. It returns what to profile:
 
     - a model, or `(model, *inputs)`: forward and backward of the model, whose output is the loss or is summed to one;
     - a mapping with `model`, `inputs` (a mapping: by keyword), `kwargs`, `loss` (output to loss), `optimizer`, `step`;
@@ -213,18 +214,18 @@ class _Options:
                 torch.set_default_dtype(before)
 
 
-def _run(step: Callable[[], Any], *works_with: Any) -> None:
+def _run(step: Callable[[], Any], *works_with: Any) -> Any:
     """Run a step. What it works with stands among the arguments, where `recollect.profile` looks for it."""
     del works_with
-    step()
+    return step()
 
 
 def _explain_no_backward(name: str, calls: int) -> str:
     if not calls:
         return f"{name} ran no operator of torch: name a function that runs a step, or returns a model and its inputs"
     return (
-        f"{name} ran {calls} operators and no backward, so nothing is kept for one: run it (`loss.backward()`) inside "
-        "the function, or return the model and its inputs"
+        f"{name} ran {calls} operators and no backward, so nothing is kept for one: return the loss, run its backward "
+        "(`loss.backward()`) inside the function, or return the model and its inputs"
     )
 
 

@@ -1,6 +1,7 @@
 """Finding what the user names on the command line: a function in a module or a file, or a script."""
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+from torch import nn
 
 from recollect._cli.screen import fail
 
@@ -56,7 +59,7 @@ def find_target(text: str) -> Script | Function:
         fail(f"target {text!r}: {_FORMS}")
     is_file = where.endswith(".py") or len(Path(where).parts) > 1
     module = _load_file(Path(where)) if is_file else _load_module(where)
-    return Function(name=text, call=_check_arguments(_find_function(module, name, where), text))
+    return Function(name=text, call=_bind_arguments(_find_function(module, name, where), module, text))
 
 
 def _check_ending(path: Path) -> None:
@@ -107,7 +110,11 @@ def _find_function(module: ModuleType, name: str, where: str) -> Any:
     return found
 
 
-def _check_arguments(function: Callable[..., Any], text: str) -> Callable[[], Any]:
+def _bind_arguments(function: Callable[..., Any], module: ModuleType, text: str) -> Callable[[], Any]:
+    """The function without arguments; those that it needs are variables of its module: ``train_step(model, batch)``."""
+    if isinstance(function, nn.Module):
+        kind = type(function).__name__
+        fail(f"{text} is a model, a {kind}, without its inputs: name a function that returns (model, *inputs)")
     try:
         signature = inspect.signature(function)
     except ValueError:  # built in, without a signature
@@ -115,10 +122,16 @@ def _check_arguments(function: Callable[..., Any], text: str) -> Callable[[], An
     try:
         signature.bind()
     except TypeError:
-        fail(
-            f"{text} takes arguments, {signature}, and is called without any: "
-            "name a function that makes the model and its inputs, and returns them or runs the step"
-        )
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needed = [one for one in signature.parameters.values() if one.default is one.empty and one.kind in kinds]
+        missing = [one.name for one in needed if not hasattr(module, one.name)]
+        if missing or inspect.isclass(function):
+            lacks = f", and {module.__name__} has no {' and no '.join(map(repr, missing))}" if missing else ""
+            fail(
+                f"{text} takes arguments, {signature}{lacks}: give the module variables of these names, or name a "
+                "function without arguments that makes the model and its inputs, and returns them or runs the step"
+            )
+        return functools.partial(function, *(getattr(module, one.name) for one in needed))
     return function
 
 
