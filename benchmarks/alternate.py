@@ -60,6 +60,8 @@ def alternate(
     order = list(steps)
     for step in steps.values():  # warm up: lazy initialisation, library handles, allocator pools
         step()
+    gc.collect()
+    gc.freeze()  # what packages have imported need not be walked over between turns
     for turn in range(rounds):
         for name in order if turn % 2 == 0 else order[::-1]:
             gc.collect()
@@ -74,6 +76,7 @@ def alternate(
                 gc.enable()
             if on_accelerator:
                 peaks[name] = max(peaks.get(name, 0), torch.accelerator.max_memory_allocated(device))
+    gc.unfreeze()
     return {name: Timing(rounds_s=tuple(own), peak_bytes=peaks.get(name)) for name, own in times.items()}
 
 

@@ -3,9 +3,13 @@
     python benchmarks/overhead.py --device cpu                      # tiny tensors, one thread: the fixed costs
     python benchmarks/overhead.py --device cuda --json overhead.json  # a whole training step, launch-bound
     python benchmarks/overhead.py --device cuda --case compute        # the same, compute-bound
+    python benchmarks/overhead.py --device cuda --case real           # small models of Transformers, beside its switch
+    python benchmarks/overhead.py --device cuda --case lengths        # another length at each step
 
 All candidates take turns in one process. The floor is a plain step and one plain forward: what recomputing everything
-costs with an engine that costs nothing. `--quick` takes fewer rounds. Needs `rich`; run it with `src` importable.
+costs with an engine that costs nothing; bare hooks are the least that hooks of saved tensors can do, without random
+state and checks. `--quick` takes fewer rounds. Needs `rich`, and for the last two Transformers; run it with `src`
+importable.
 """
 
 import warnings
@@ -16,8 +20,10 @@ from functools import partial
 import torch
 from alternate import Step, Timing
 from cases import Case, Choice, Row, Setting, main
+from lengths import length_case
 from llama_like import Layers, one_by_one
 from peers import TORCH, Call, Engine, engines, missing, plain
+from real_models import small_cases
 from torch import Tensor, nn
 from training import COMPUTE, LAUNCH, PLAIN, SMALL, Model, each_block, gradient_differences, live_bytes, measure
 
@@ -37,6 +43,7 @@ def model_case(name: str, model_spec: Model, setting: Setting) -> Iterator[Case]
             {
                 "candidate": label,
                 **time_columns(timing),
+                "beyond_us": (timing.best_s - measured.floor.best_s) * 1e6 / model_spec.layers,
                 "peak_bytes": peak_bytes,
                 "peak/torch": peak_bytes / torch_peak_bytes,
                 "gradient_difference": measured.gradient_differences[label],
@@ -211,6 +218,8 @@ CHOICES = {
     "saved": Choice(measure=saved_case, devices=("cpu",), unasked=("cpu",)),
     "nested": Choice(measure=nested_case, devices=("cpu",), unasked=("cpu",)),
     "memory": Choice(measure=memory_cases, unasked=("cpu",)),
+    "real": Choice(measure=small_cases),
+    "lengths": Choice(measure=length_case),
 } | {
     name: Choice(
         measure=partial(model_case, name, model_spec),
