@@ -58,7 +58,7 @@ def test_what_is_judged_is_what_happens() -> None:
     sure = [choice for choice in found.choices if choice.is_enough is not None]
     assert any(choice.is_enough for choice in sure)
     for choice in sure:
-        handle = eval(choice.code, {"recollect": recollect, "model": model})
+        handle = eval(choice.code, {"recollect": recollect, "model": model, "batch": TOKENS})
         peak = metered_peak(model)
         handle.remove()
         assert peak <= 1.01 * choice.peak_bytes, choice
@@ -70,6 +70,7 @@ def test_what_people_use_is_offered_best_first() -> None:
     model = Trained()
     found = judged(model, metered_peak(model))
     codes = [choice.code for choice in found.choices]
+    assert codes[0].startswith("recollect.apply(model, recollect.plan(recollect.profile(model, batch), budget=")
     assert 'recollect.apply(model, {"net.layers.*": "full"})' in codes
     assert 'recollect.apply(model, {"net.layers.*": "full"}, every=2)' in codes
     assert 'recollect.apply(model, {"net.layers.*": "selective"})' in codes
@@ -183,7 +184,46 @@ def test_the_text_of_choices() -> None:
     )
     text = list(_format_judgement(Judgement(capacity_bytes=2**30, plain_bytes=2**32, choices=choices)))
     assert text[0] == "what would make the step fit: it needs 4.00 GiB as it is, and there are 1.00 GiB"
-    assert text[1] == "  recompute layers.* (12 Block): peak 1.00 GiB, 50.0 ms more a step, enough"
-    assert text[2] == "      recollect.apply(model)"
-    assert text[3] == "  send it away: peak 2.00 GiB, not enough alone"
+    assert text[1] == "  recompute layers.* (12 Block): peak 1.00 GiB, at most 50.0 ms more a step,"
+    assert text[2] == "    enough"
+    assert text[3] == "      recollect.apply(model)"
+    assert text[4] == "  send it away: peak 2.00 GiB, not enough alone"
     assert 0 < ALLOWANCE < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_on_a_device_what_is_enough_runs() -> None:
+    model = Trained(layers=12).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(256, 512, dtype=torch.long, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(tokens).backward()
+        optimizer.step()
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    needs = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    reports: list[Any] = []
+    torch.cuda.set_per_process_memory_fraction(0.7 * needs / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError), recollect.on_oom(to=reports.append):
+            step()
+        judgement = reports[0].judgement
+        assert judgement is not None
+        enough = [choice for choice in judgement.choices if choice.is_enough]
+        assert enough
+        for choice in enough:
+            optimizer.zero_grad()
+            torch.cuda.empty_cache()
+            handle = eval(choice.code, {"recollect": recollect, "model": model, "batch": tokens})
+            for _ in range(4):
+                step()
+            handle.remove()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

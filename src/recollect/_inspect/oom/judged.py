@@ -25,7 +25,8 @@ from recollect._report.answer import write_code
 
 ALLOWANCE = 0.05
 """Of what there is: for fragmentation."""
-_MOST = 4
+_MOST = 5
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +111,23 @@ def judge(
         for what, code, peak, seconds, is_sure in _list_choices(seen)
     ]
     choices.sort(key=_order)
+    if choices and choices[0].is_enough is not False and limit > beside:
+        choices.insert(0, _plan_for(limit - beside, choices[0], beside))
     return Judgement(
         capacity_bytes=capacity_bytes, plain_bytes=seen.peak_bytes + beside, choices=tuple(choices[:_MOST])
+    )
+
+
+def _plan_for(budget_bytes: int, best: Judged, beside: int) -> Judged:
+    """A plan for what there is: it has every other choice among its own, so that it takes no longer than the best."""
+    unit, size = next(((unit, size) for unit, size in _UNITS if budget_bytes >= 10 * size), _UNITS[-1])
+    budget = f"{budget_bytes // size}{unit}"
+    return Judged(
+        what=f"let a plan choose within {budget}",
+        code=f'recollect.apply(model, recollect.plan(recollect.profile(model, batch), budget="{budget}"))',
+        peak_bytes=budget_bytes // size * size + beside,
+        recompute_s=best.recompute_s,
+        is_enough=best.is_enough,
     )
 
 

@@ -162,7 +162,7 @@ def _format_judgement(judgement: Judgement) -> Iterator[str]:
 
 
 def _describe_choice(choice: Judged) -> str:
-    costs = "" if choice.recompute_s is None else f", {format_seconds(choice.recompute_s)} more a step"
+    costs = "" if choice.recompute_s is None else f", at most {format_seconds(choice.recompute_s)} more a step"
     verdict = {True: "enough", False: "not enough alone", None: "should be enough, but not all of the step was seen"}
     return f"{choice.what}: peak {format_bytes(choice.peak_bytes)}{costs}, {verdict[choice.is_enough]}"
 
