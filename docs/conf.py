@@ -1,6 +1,10 @@
 """Sphinx configuration."""
 
+import sys
 from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the index of errors
 
 project = "recollect"
 author = "The recollect authors"
@@ -8,7 +12,7 @@ copyright = "2026, The recollect authors"
 release = metadata.version("recollect")
 version = release
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "error_index"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"recollect {release}"
@@ -25,5 +29,6 @@ nitpick_ignore_regex = [
     (r"py:.*", r"recollect\._.*"),
     (r"py:.*", r"recollect\.compat\.composable\.contract\..*"),
     (r"py:class", r"Frame"),
+    (r"py:class", r"_[A-Z]\w*"),
     (r"py:class", r"[A-Z]"),
 ]

@@ -35,7 +35,7 @@ def make_model() -> tuple[nn.Module, Tensor]:
 
 
 def make_step(batch_size: int = 8) -> Callable[[], float]:
-    """A step with a loss and an optimiser of its own. What is set up here is not part of the profile."""
+    """A step with a loss and an optimizer of its own. What is set up here is not part of the profile."""
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, labels = torch.randn(batch_size, TOKENS, DIM), torch.randint(CLASSES, (batch_size,))

@@ -288,7 +288,7 @@ def test_a_list_with_a_forward_of_its_own_is_called() -> None:
         ({"model.layers.*": RECOMPUTE}, "near that: 'layers.*'"),
         ({"layers.*.attn.weight": RECOMPUTE}, "'layers.*.attn', "),
         ({r"re:layer\..": RECOMPUTE}, "near that: 'layers.*'"),
-        ({"check": "values"}, "{'check': 'values'} are options of a region, and name no module; give them to modules"),
+        ({"check": "values"}, "{'check': 'values'} are options of a region, not modules; give them to modules"),
         ({nn.Conv2d: RECOMPUTE}, "rule Conv2d matches no module of GPT; classes there: GPT, Embedding, Block"),
         ({lambda m: False: RECOMPUTE}, "matches no module of GPT; classes there"),
         ({"layers": RECOMPUTE}, "rule 'layers' matches 'layers' of GPT only: a ModuleList is never called itself"),
@@ -316,7 +316,7 @@ def test_a_rule_that_cannot_be_meant_is_refused(rules: Any, text: str) -> None:
         ({3: RECOMPUTE}, "rule 3: expected a pattern over module names, a subclass of torch.nn.Module"),
         ({int: RECOMPUTE}, "rule int: expected a pattern"),
         ({"layers.*": 3}, "rule 'layers.*': expected a policy"),
-        (3, "rules: expected a mapping from name pattern, class or predicate to what is to be done"),
+        (3, "rules: expected a mapping from name pattern, class or predicate to what to do"),
         (["layers.*"], "rules: expected a mapping"),
     ],
 )
@@ -380,7 +380,7 @@ def test_a_forward_that_is_a_property_is_refused() -> None:
         def forward(self) -> Any:  # type: ignore[override]
             return torch.sin
 
-    with pytest.raises(ValueError, match="its class makes forward a property"):
+    with pytest.raises(ValueError, match="its class defines forward as a property"):
         recollect.apply(nn.Sequential(Odd()), {"0": RECOMPUTE})
 
 
@@ -394,5 +394,5 @@ def test_what_is_wrapped_already_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="it is compiled by TorchScript, and has no Python code"):
+    with pytest.raises(ValueError, match="it is compiled by TorchScript and has no Python code"):
         recollect.apply(model, {"0": RECOMPUTE})

@@ -36,7 +36,7 @@ def test_apply_takes_a_policy_as_checkpoint_does(policy: Any) -> None:
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ("full", "rules='full' and policy='selective' both say what the repeated blocks keep; give one of them"),
+        ("full", "rules='full' and policy='selective' both say what the repeated blocks keep; pass one of them"),
         ("every:2", "rules='every:2' and policy=: write every=2 and policy="),
         (
             {"layers.*": "full"},
@@ -84,7 +84,7 @@ def test_arguments_of_the_function_are_sent_to_what_is_returned() -> None:
 def test_a_second_apply_names_what_takes_the_first_one_away() -> None:
     model = GPT()
     recollect.apply(model)
-    with pytest.raises(ValueError, match=re.escape("by recollect.remove(model) or handle.remove()")):
+    with pytest.raises(ValueError, match=re.escape("with recollect.remove(model) or handle.remove()")):
         recollect.apply(model)
     recollect.remove(model)
     recollect.apply(model).remove()

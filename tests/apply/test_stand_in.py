@@ -131,7 +131,9 @@ def test_a_pickled_module_has_no_trace() -> None:
 
 def test_a_forward_without_its_module_says_so() -> None:
     forward = applied()[0].forward
-    with pytest.raises(RuntimeError, match=r"the module of this forward \('0', a region of recollect.apply\) is gone"):
+    with pytest.raises(
+        RuntimeError, match=r"the module of this forward \('0', a region of recollect.apply\) has been freed"
+    ):
         forward(torch.ones(2, 3))
 
 

@@ -97,7 +97,7 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         ),
         (
             ["train.py:make_model", "--optimizer", "AdanW"],
-            "--optimizer AdanW: torch.optim has no optimiser 'AdanW'; did you mean AdamW or Adam or RAdam?",
+            "--optimizer AdanW: torch.optim has no optimizer 'AdanW'; did you mean AdamW or Adam or RAdam?",
         ),
         (
             ["train.py:make_model", "--optimizer", "nowhere:Lion"],
@@ -106,11 +106,11 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (["train.py:make_model", "--optimizer", "nomod:X"], "--optimizer nomod:X: No module named 'nomod'"),
         (
             ["train.py", "--device", "cpu"],
-            "--device says how to run a function; train.py is a script, which does as it is written",
+            "--device says how to run a function; train.py is a script, which runs as written",
         ),
         (
             ["train.py", "--dry"],
-            "--dry says how to run a function; train.py is a script, which does as it is written",
+            "--dry says how to run a function; train.py is a script, which runs as written",
         ),
         (
             ["train.py:make_model", "--", "--lr", "3"],
@@ -175,7 +175,7 @@ def test_a_step_that_takes_arguments_is_given_the_variables_of_its_module(invoke
 
 def test_a_module_that_is_not_there_is_named_with_those_near(invoke: Invoke, folder: Path) -> None:
     done = invoke("profile", "trian:make_model")
-    expected = f"error: there is no module 'trian', in {folder} or installed; did you mean train?\n"
+    expected = f"error: no module named 'trian', neither in {folder} nor installed; did you mean train?\n"
     assert (done.code, done.err) == (2, expected)
 
 
@@ -264,14 +264,14 @@ def test_a_step_without_gradients_is_explained_in_a_sentence(invoke: Invoke, fol
     (folder / "failing.py").write_text(FAILING, "utf-8")
     done = invoke("profile", "failing.py:frozen")
     assert done.code == 1
-    assert done.err.startswith("error: no loss can be made of what Linear gives")
+    assert done.err.startswith("error: cannot make a loss from what Linear returns")
     assert "Traceback" not in done.err
 
 
 def test_code_that_ends_the_process_is_said_to_have_done_so(invoke: Invoke, folder: Path) -> None:
     (folder / "failing.py").write_text(FAILING, "utf-8")
     done = invoke("profile", "failing.py:leave")
-    expected = "error: the code that was to be profiled ended the process by sys.exit('enough')\n"
+    expected = "error: the profiled code ended the process with sys.exit('enough')\n"
     assert (done.code, done.err) == (1, expected)
 
 

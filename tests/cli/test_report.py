@@ -95,7 +95,7 @@ def test_a_file_that_is_no_profile_is_refused_with_exit_code_2(
 def test_a_file_that_is_no_text_is_refused(invoke: Invoke, folder: Path) -> None:
     (folder / "odd.json").write_bytes(b"\x80\x02}q\x00.")
     done = invoke("report", "odd.json")
-    expected = "error: odd.json: expected a profile of recollect as JSON, found something that is no text\n"
+    expected = "error: odd.json: expected a profile of recollect as JSON, found something that is not text\n"
     assert (done.code, done.err) == (2, expected)
 
 

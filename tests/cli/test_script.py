@@ -50,7 +50,7 @@ def test_a_script_that_ends_too_early_says_how_far_it_came(invoke: Invoke) -> No
     done = invoke("profile", "train.py", "--", "1")
     assert done.code == 1
     assert done.err == (
-        "error: train.py ended after 1 step of its optimiser, and step 2 was to be profiled: give `--step 1`, or let "
+        "error: train.py ended after 1 step of its optimizer, and step 2 was to be profiled: give `--step 1`, or let "
         "it run longer\n"
     )
 
@@ -59,7 +59,7 @@ def test_a_script_without_steps_says_so(invoke: Invoke) -> None:
     done = invoke("profile", "train.py", "--", "0")
     assert done.code == 1
     assert done.err == (
-        "error: train.py ended without a step of an optimiser, so there is none to profile: name a function that runs "
+        "error: train.py ended without a step of an optimizer, so there is none to profile: name a function that runs "
         "a step, train.py:function\n"
     )
 

@@ -17,7 +17,7 @@ pytest.importorskip("typer")
             "nb.ipynb",
             "a notebook: save it as a script (`jupyter nbconvert --to script`), or call recollect.profile in it",
         ),
-        ("step.json", "no script: profiles are shown by `recollect report`"),
+        ("step.json", "not a script: to show a profile, use `recollect report`"),
     ],
 )
 def test_a_file_that_is_no_python_is_refused_by_its_ending(

@@ -101,8 +101,8 @@ def test_complaint_20_a_peak_in_the_optimizer_is_named(capsys: pytest.CaptureFix
     profile = recollect.profile(step)
     assert find_peak(profile).phase is Phase.OPTIMIZER
     text = read(profile, capsys)
-    assert "in the optimiser's step" in text
-    assert "The peak is in the optimiser's step, not in activations: parameters" in text
+    assert "in the optimizer's step" in text
+    assert "The peak is in the optimizer's step, not in activations: parameters" in text
     assert "`fused=True` or `foreach=False`" in text
 
 
@@ -126,7 +126,7 @@ def test_complaint_23_fragmentation_is_not_mistaken_for_need(capsys: pytest.Capt
     text = read(dataclasses.replace(transformer_step(), allocators=(entry,)), capsys)
     assert (
         "cuda:0: tensors take at most 30.00 GiB, the allocator holds 78.00 GiB of 80.00 GiB. The 48.00 GiB between "
-        "(62%) is fragmentation and cache, not need: set PYTORCH_ALLOC_CONF=expandable_segments:True" in text
+        "(62%) is fragmentation and cache, not tensors: set PYTORCH_ALLOC_CONF=expandable_segments:True" in text
     )
 
 

@@ -107,7 +107,7 @@ def policy_for(name: str, call: Call) -> PolicyLike:
 
 
 def next_call(first: Call, case: Case) -> Call:
-    """The same function with other arguments and, as after an optimiser's step, other parameters."""
+    """The same function with other arguments and, as after an optimizer's step, other parameters."""
     other = case.build()
     with torch.no_grad():
         for parameter in first.parameters():

@@ -52,7 +52,7 @@ def test_a_pattern_matches_these_and_not_those(pattern: str, matching: list[str]
             ValueError,
             "pattern 'a.[z-a]' is not a pattern: bad character range z-a at position 4",
         ),
-        (3, TypeError, "expected a pattern as text, not int 3"),
+        (3, TypeError, "expected a pattern as a string, not int 3"),
     ],
 )
 def test_what_is_no_pattern_is_refused(pattern: Any, error: type[Exception], text: str) -> None:

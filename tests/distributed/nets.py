@@ -136,7 +136,7 @@ def batches(steps: int) -> list[Tensor]:
 def train(
     net: nn.Module, *, steps: int = 3, micro_batches: int = 1, unsynced: Callable[[], Any] = nullcontext
 ) -> list[Step]:
-    """Loss and gradients of each step, with an optimiser's step between them.
+    """Loss and gradients of each step, with an optimizer's step between them.
 
     Args:
         net: the model.
@@ -145,7 +145,7 @@ def train(
         unsynced: makes the context that all micro batches but the last run in.
     """
     torch.manual_seed(7)
-    optimiser = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     done: list[Step] = []
     inputs = iter(batches(steps * micro_batches))
     for _ in range(steps):
@@ -155,8 +155,8 @@ def train(
                 loss = net(next(inputs)).square().mean()
                 torch.autograd.backward(loss)
         done.append((loss.detach(), gradients(net)))
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return done
 
 

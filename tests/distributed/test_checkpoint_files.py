@@ -54,15 +54,15 @@ def make(engine: Engine, seed: int, *, applied: bool) -> tuple[nn.Module, torch.
     model = engine(net)
     if applied:
         recollect.apply(net, RULES)
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     torch.autograd.backward(model(batches(1)[0]).square().mean())
     if engine is plain:  # what an engine would do
         for parameter in model.parameters():
             assert parameter.grad is not None
             distributed.all_reduce(parameter.grad)
-    optimiser.step()
-    optimiser.zero_grad()
-    return model, optimiser
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def output(model: nn.Module) -> Tensor:
@@ -72,19 +72,19 @@ def output(model: nn.Module) -> Tensor:
 
 
 def save_and_load(engine: Engine, folder: str, saves: bool, loads: bool) -> None:
-    model, optimiser = make(engine, 0, applied=saves)
+    model, optimizer = make(engine, 0, applied=saves)
     expected = output(model)
-    state, optimiser_state = get_state_dict(model, optimiser)
+    state, optimizer_state = get_state_dict(model, optimizer)
     assert list(state) == list(Net().state_dict())
-    files.save({"model": state, "optimiser": optimiser_state}, checkpoint_id=folder)
+    files.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
-    other, other_optimiser = make(engine, 1, applied=loads)
+    other, other_optimizer = make(engine, 1, applied=loads)
     assert not torch.equal(output(other), expected)
-    state, optimiser_state = get_state_dict(other, other_optimiser)
-    files.load({"model": state, "optimiser": optimiser_state}, checkpoint_id=folder)
-    set_state_dict(other, other_optimiser, model_state_dict=state, optim_state_dict=optimiser_state)
+    state, optimizer_state = get_state_dict(other, other_optimizer)
+    files.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
     assert torch.equal(output(other), expected)
-    one, two = (get_state_dict(*pair) for pair in ((model, optimiser), (other, other_optimiser)))
+    one, two = (get_state_dict(*pair) for pair in ((model, optimizer), (other, other_optimizer)))
     assert_same(one[0], two[0])
     states: list[Any] = [one[1]["state"], two[1]["state"]]
     for name in one[0]:
@@ -105,10 +105,10 @@ def test_a_checkpoint_passes_between_applied_and_plain_models(
 
 
 def compare_states(engine: Engine) -> None:
-    (ours, our_optimiser), (theirs, their_optimiser) = (make(engine, 0, applied=applied) for applied in (True, False))
+    (ours, our_optimizer), (theirs, their_optimizer) = (make(engine, 0, applied=applied) for applied in (True, False))
     for read in (get_model_state_dict, lambda model: model.state_dict()):
         assert_same(read(ours), read(theirs))
-    one, other = get_optimizer_state_dict(ours, our_optimiser), get_optimizer_state_dict(theirs, their_optimiser)
+    one, other = get_optimizer_state_dict(ours, our_optimizer), get_optimizer_state_dict(theirs, their_optimizer)
     assert list(one["state"]) == list(other["state"])
     assert one["param_groups"] == other["param_groups"]
     set_model_state_dict(theirs, get_model_state_dict(ours))
@@ -116,7 +116,7 @@ def compare_states(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_states_of_model_and_optimiser_are_the_plain_ones(ranks: Ranks, engine: Engine) -> None:
+def test_the_states_of_model_and_optimizer_are_the_plain_ones(ranks: Ranks, engine: Engine) -> None:
     ranks.run(compare_states, engine)
 
 

@@ -45,19 +45,19 @@ def train(device: torch.device, rules: Any) -> tuple[list[Tensor], int]:
     fully_shard(net, mp_policy=precision)
     if rules is not None:
         recollect.apply(net, rules)
-    optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     tokens = torch.arange(8 * 512, device=device).reshape(8, 512) % 32
     found: list[Tensor] = []
     for step in range(3):
         torch.manual_seed(step)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
         peak = torch.cuda.max_memory_allocated() - before
         found += [p.grad.to_local().clone() for p in net.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        optimiser.step()
+        optimizer.step()
     return found, peak
 
 

@@ -536,7 +536,7 @@ def test_a_stage_shares_once() -> None:
     with pytest.raises(ValueError, match="already") as caught:
         share_recomputation(pipeline.schedule)
     assert str(caught.value) == (
-        "pipeline stage 1: its two halves of backward share their recomputation already.\n"
+        "pipeline stage 1: its two halves of backward already share their recomputation.\n"
         "Call share_recomputation once for a stage, or remove() the first handle before."
     )
     assert "step" not in vars(pipeline.schedule)

@@ -172,7 +172,7 @@ recomputed, no rule
  512 B        2  aten.tanh.default   t.py
  128 B        2  aten.addmm.default  down, t.py
  128 B        2  aten.add.Tensor     t.py
-kept 1 block whole: 512 B of results, besides what they save themselves
+kept 1 block whole: 512 B of results, plus what they save themselves
 kept 0 values, 0 B; recomputed 3 values, 768 B
 recomputed by running the function again without the blocks that are kept"""
     )
@@ -238,7 +238,7 @@ def test_regions_that_are_alike_are_shown_once() -> None:
     for block in model:
         step(recollect.checkpoint(block, policy=policies.save_matmuls), data())
     text = str(recollect.explain(model))
-    assert text.startswith("region 'Block' under save_matmuls, called 1 time\n6 regions alike: 0, 1 ... 5\n")
+    assert text.startswith("region 'Block' under save_matmuls, called 1 time\n6 identical regions: 0, 1 ... 5\n")
     assert text.count("kept by") == 1
     assert "\nin all 6 regions: kept 3.75 KiB; recomputed 3.75 KiB\n" in text
     assert [region.paths for region in recollect.explain(model).regions] == [(str(n),) for n in range(6)]
@@ -249,7 +249,7 @@ def test_alike_regions_may_have_been_called_more_or_less_often() -> None:
     for block in (model[0], model[1], model[1]):
         step(recollect.checkpoint(block, policy=policies.save_matmuls), data())
     text = str(recollect.explain(model))
-    assert "called 1-2 times\n2 regions alike: 0, 1\n" in text
+    assert "called 1-2 times\n2 identical regions: 0, 1\n" in text
     assert " 512 B      1-2  aten.addmm.default" in text
 
 
@@ -258,7 +258,7 @@ def test_alike_regions_may_have_met_their_kinds_of_call_in_another_order() -> No
     for block, rows in ((model[0], 4), (model[0], 4), (model[0], 2), (model[1], 2), (model[1], 2), (model[1], 4)):
         step(recollect.checkpoint(block, policy=policies.save_matmuls), data(rows))
     text = str(recollect.explain(model))
-    assert "called 1-2 times\n2 regions alike: 0, 1\ncalled with float32[4, 8]\n" in text
+    assert "called 1-2 times\n2 identical regions: 0, 1\ncalled with float32[4, 8]\n" in text
     assert "\ncalled with float32[2, 8], 1-2 times: " in text
 
 

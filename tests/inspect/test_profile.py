@@ -267,7 +267,7 @@ def test_named_blocks_show() -> None:
 # Steps of all kinds.
 
 
-def test_a_step_with_an_optimiser_shows_its_phase_and_state() -> None:
+def test_a_step_with_an_optimizer_shows_its_phase_and_state() -> None:
     model, x = Net(), torch.randn(4, 8)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -288,7 +288,7 @@ def test_a_step_with_an_optimiser_shows_its_phase_and_state() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_where_optimisers_step_on_fake_tensors_the_profile_is_the_same(steps_before: int) -> None:
+def test_where_optimizers_step_on_fake_tensors_the_profile_is_the_same(steps_before: int) -> None:
     model, x = Net(), torch.randn(4, 8)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -323,7 +323,7 @@ def test_where_optimisers_step_on_fake_tensors_the_profile_is_the_same(steps_bef
     assert forward == [call.op for call in real.calls if call.phase is not Phase.OPTIMIZER]
 
 
-def test_the_first_step_of_an_optimiser_leaves_it_without_state() -> None:
+def test_the_first_step_of_an_optimizer_leaves_it_without_state() -> None:
     model, x = Net(), torch.randn(4, 8)
     optimizer = torch.optim.Adam(model.parameters())
     before = state_of(model, optimizer)
@@ -379,7 +379,7 @@ def test_losses_are_found_in_what_models_give() -> None:
 
 def test_a_model_without_a_loss_is_refused_in_words() -> None:
     model = nn.Linear(2, 2).requires_grad_(requires_grad=False)
-    with pytest.raises(ValueError, match="no loss can be made of what Linear gives") as caught:
+    with pytest.raises(ValueError, match="cannot make a loss from what Linear returns") as caught:
         recollect.profile(model, torch.ones(1, 2))
     assert "`loss=`" in str(caught.value)
     with pytest.raises(ValueError, match="loss= gave float, which has no graph behind it"):
@@ -406,7 +406,7 @@ def loop_of_steps() -> Iterator[None]:
         (
             lambda: recollect.profile(nn.Linear, 1, 1),
             TypeError,
-            "recollect.profile expects a model, not its class Linear: give it an instance",
+            "recollect.profile expects a model, not its class Linear: pass an instance",
         ),
         (
             lambda: recollect.profile(loop_of_steps),
@@ -434,12 +434,12 @@ def loop_of_steps() -> Iterator[None]:
         (
             lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1)),
             ValueError,
-            "Linear is on meta, where tensors have no values: only a dry profile can be had: dry=True",
+            "Linear is on meta, where tensors have no values: only a dry profile is possible: pass dry=True",
         ),
         (
             lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1), dry=True),
             ValueError,
-            "Linear is on meta, where tensors have no values: say which device to estimate for: device='H100'",
+            "Linear is on meta, where tensors have no values: pass the device to estimate for, as in device='H100'",
         ),
     ],
 )
@@ -449,7 +449,7 @@ def test_wrong_arguments_are_refused_in_words(call: Callable[[], Any], error: ty
     assert str(caught.value) == text
 
 
-def test_optimisers_inside_backward_are_told_apart_from_it() -> None:
+def test_optimizers_inside_backward_are_told_apart_from_it() -> None:
     model = Net()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     for parameter in model.parameters():
@@ -493,7 +493,7 @@ def test_what_keeps_a_profile_from_being_a_usual_one_is_noted() -> None:
 def test_a_step_without_backward_says_so() -> None:
     model = Net()
     found = recollect.profile(lambda: model(torch.ones(4, 8)).detach())
-    assert "no backward ran: what would be kept for it is not known" in found.notes
+    assert "no backward ran, so it is not known what would be kept for it" in found.notes
     assert not found.saved
 
 

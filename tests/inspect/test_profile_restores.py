@@ -156,7 +156,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimisers_of_all_kinds_are_as_they_were(kind: str, steps_before: int) -> None:
+def test_optimizers_of_all_kinds_are_as_they_were(kind: str, steps_before: int) -> None:
     model = mlp()
     optimizer = OPTIMIZERS[kind](model.parameters())
 
@@ -175,7 +175,7 @@ def test_optimisers_of_all_kinds_are_as_they_were(kind: str, steps_before: int) 
     assert found.saved
 
 
-def test_an_optimiser_that_raises_does_not_make_later_calls_its_own() -> None:
+def test_an_optimizer_that_raises_does_not_make_later_calls_its_own() -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             raise FailureError

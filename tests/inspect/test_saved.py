@@ -330,7 +330,7 @@ def test_nodes_that_python_cannot_look_into_are_named(printed: Callable[..., str
         "bytes  tensor      held by\n"
         " 16 B  float32[4]  ExpBackward0.result\n"
         "held by the graph: 16 B in 1 storage\n"
-        f"cannot be looked into with torch {torch.__version__}, may hold more: CopySlices (1)\n"
+        f"cannot be inspected with torch {torch.__version__}, may hold more: CopySlices (1)\n"
     )
 
 
@@ -386,7 +386,7 @@ def test_gradients_are_those_of_a_run_without_printing(printed: Callable[..., st
         pytest.param(
             leaf(1),
             ValueError,
-            "loss has no graph behind it: it is a leaf, given and not computed. Pass what is computed from it.",
+            "loss has no graph behind it: it is a leaf, not a result. Pass what is computed from it.",
             id="leaf",
         ),
         pytest.param(

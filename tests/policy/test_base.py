@@ -98,7 +98,7 @@ def test_an_answer_that_is_no_decision_is_refused(answer: Any, shown: str) -> No
     with pytest.raises(TypeError) as caught:
         as_policy(mistaken)(MM)
     assert str(caught.value) == (
-        f"policy mistaken answered {shown} for aten.mm.default in region 'block', which is no decision.\n"
+        f"policy mistaken answered {shown} for aten.mm.default in region 'block', which is not a decision.\n"
         "Return recollect.Decision.SAVE or recollect.Decision.RECOMPUTE, in every branch of the function."
     )
 
@@ -108,8 +108,8 @@ EXPECTED = (
     "recollect.Decision; not "
 )
 JOIN = (
-    ".\nSeveral policies are joined by policies.first_match(...), operators are kept by policies.save_ops(...), "
-    "regions are told apart by policies.per_region({...})."
+    ".\nCombine policies with policies.first_match(...), keep operators with policies.save_ops(...), "
+    "tell regions apart with policies.per_region({...})."
 )
 
 
@@ -121,7 +121,7 @@ JOIN = (
         ([policies.save_matmuls], f"{EXPECTED}list [save_matmuls]{JOIN}"),
         ({"layers.*": policies.save_all}, f"{EXPECTED}dict {{'layers.*': save_all}}{JOIN}"),
         (Decision, f"{EXPECTED}the class Decision"),
-        (policies.save_ops, "save_ops makes a policy and is none itself: call it"),
+        (policies.save_ops, "save_ops makes a policy but is not one itself: call it"),
     ],
 )
 def test_what_is_no_policy_is_refused(value: Any, text: str) -> None:

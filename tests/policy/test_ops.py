@@ -70,7 +70,7 @@ def test_operators_are_counted_once() -> None:
         ),
         (
             "rcl_policy_ops.zzz.default",
-            "no operator is named 'rcl_policy_ops.zzz.default'; none under 'rcl_policy_ops' reads like it",
+            "no operator is named 'rcl_policy_ops.zzz.default'; none under 'rcl_policy_ops' has a similar name",
         ),
         (
             "rcl_policy_op.halve.default",
@@ -126,7 +126,7 @@ EXPECTED = (
     [
         (3, f"{EXPECTED}int 3"),
         (torch.autograd.Function, f"{EXPECTED}the class Function"),
-        (nn.Linear, f"{EXPECTED}the class Linear.\nModules are kept by save_modules."),
+        (nn.Linear, f"{EXPECTED}the class Linear.\nTo keep modules, use save_modules."),
         (
             torch.mm,
             f"{EXPECTED}builtin_function_or_method mm.\nThe operator beneath it may be 'aten.mm.default'.",

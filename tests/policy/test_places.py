@@ -108,7 +108,7 @@ def test_what_matches_no_module_is_refused_with_what_is_near(pattern: str | type
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
-        ("head", "pattern 'head' matches no module of the region, which has none inside"),
+        ("head", "pattern 'head' matches no module of the region, which has no modules inside"),
         (nn.Linear, "class Linear matches no module of the region, which has none"),
     ],
 )
@@ -147,5 +147,5 @@ def test_bad_patterns_are_refused_when_the_policy_is_made() -> None:
         policies.save_names("re:(")
     with pytest.raises(ValueError, match=r"pattern 're:\(' is not a regular expression"):
         policies.save_modules("re:(")
-    with pytest.raises(TypeError, match="expected a pattern as text, not int 3"):
+    with pytest.raises(TypeError, match="expected a pattern as a string, not int 3"):
         policies.save_names(3)  # type: ignore[arg-type]

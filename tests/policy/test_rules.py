@@ -145,7 +145,7 @@ def test_every_dense_product_and_forward_attention_kernel_of_torch_is_known() ->
             )
             for n in (0, -1, 2.0, True, "2")
         ],
-        (lambda: policies.save_larger_than(-1), ValueError, "size -1: a number of bytes is not negative"),
+        (lambda: policies.save_larger_than(-1), ValueError, "size -1: a number of bytes cannot be negative"),
         *[
             (
                 lambda size=size: policies.save_larger_than(size),

@@ -38,19 +38,19 @@ def test_on_the_host_calls_share_the_time_of_the_step() -> None:
     assert [one.host_s for one in found] == [None, None]
 
 
-def test_an_optimiser_that_was_timed_apart_is_scaled_apart() -> None:
+def test_an_optimizer_that_was_timed_apart_is_scaled_apart() -> None:
     calls = [cost(100, 10), cost(10, 5, is_optimizer=True)]
     found = attribute(calls, plain(200, 20), plain(40, 8), is_apart=True)
     assert choose_seconds(found) == pytest.approx([200e-6, 40e-6])
 
 
-def test_an_optimiser_that_was_not_timed_stays_as_estimated() -> None:
+def test_an_optimizer_that_was_not_timed_stays_as_estimated() -> None:
     calls = [cost(100, 10), cost(10, 5, is_optimizer=True)]
     found = attribute(calls, plain(200, 20), None, is_apart=True)
     assert choose_seconds(found) == pytest.approx([200e-6, 10e-6])
 
 
-def test_the_whole_of_a_launch_bound_body_and_a_device_bound_optimiser_is_judged_together() -> None:
+def test_the_whole_of_a_launch_bound_body_and_a_device_bound_optimizer_is_judged_together() -> None:
     calls = [cost(20, 10), cost(10, 5, is_optimizer=True)]
     found = attribute(calls, plain(100, 100), plain(90, 10), is_apart=True)
     assert sum(choose_seconds(found)) == pytest.approx(110e-6)  # 100 + 10 of the host; 20 + 90 of the device

@@ -231,7 +231,7 @@ def transformer_step(
     has_times: bool = True,
     name: str = "GPT",
 ) -> Profile:
-    """A GPT: embedding, alike layers of attention and MLP, a head and a loss; backward, and an optimiser's step.
+    """A GPT: embedding, alike layers of attention and MLP, a head and a loss; backward, and an optimizer's step.
 
     Args:
         layers: how many.

@@ -36,7 +36,7 @@ def test_the_peak_is_told_in_words() -> None:
     assert find_peak(step).sentence == "in backward of layers.0.mlp.down (aten.mm_backward.default, model.py:32)"
     call = OpCall(op="aten.mul_.Tensor", phase=Phase.OPTIMIZER, source="train.py:9", workspace_bytes=1)
     assert find_peak(Profile(storages=(), calls=(call,))).sentence == (
-        "in the optimiser's step (aten.mul_.Tensor, train.py:9)"
+        "in the optimizer's step (aten.mul_.Tensor, train.py:9)"
     )
     assert find_peak(EMPTY).sentence == "before the first call"
 

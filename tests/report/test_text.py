@@ -158,7 +158,7 @@ def test_the_headline_says_what_where_and_how_it_is_known() -> None:
         "(aten._log_softmax_backward.default, model.py:66)"
     )
     assert re.search(r"step \S+ us, estimated from operations and bytes moved: forward \S+ us, backward \S+ us,", head)
-    assert "optimiser" in head
+    assert "optimizer" in head
 
 
 def test_identical_layers_are_one_line() -> None:
@@ -293,7 +293,7 @@ def test_a_peak_in_the_optimizer_is_said_to_be_there() -> None:
     parameter = Storage(bytes=GIB, category=Category.PARAMETER, lifetime=Lifetime.STEP)
     update = OpCall(op="aten._foreach_add", phase=Phase.OPTIMIZER, workspace_bytes=GIB)
     text = words(write(Profile(storages=(parameter,), calls=(OpCall(op="aten.mm"), update))))
-    assert "The peak is in the optimiser's step, not in activations: parameters 1.00 GiB." in text
+    assert "The peak is in the optimizer's step, not in activations: parameters 1.00 GiB." in text
     assert "`fused=True` or `foreach=False`" in text
 
 
@@ -314,7 +314,7 @@ def test_fragmentation_is_told_from_need() -> None:
 
     assert (
         "cuda:0: tensors take at most 40.00 GiB, the allocator holds 60.00 GiB of 80.00 GiB. The 20.00 GiB between "
-        "(33%) is fragmentation and cache, not need: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        "(33%) is fragmentation and cache, not tensors: set PYTORCH_ALLOC_CONF=expandable_segments:True"
         in head(40 * GIB, 60 * GIB)
     )
     assert "1.00 GiB (2%) is lost to fragmentation." in head(59 * GIB, 60 * GIB)

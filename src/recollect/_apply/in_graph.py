@@ -29,7 +29,7 @@ def call_in_graph(  # noqa: PLR0917 (traced: the fewer objects, the better)
     Its name, or an object that has it as `name`: that of one among equal blocks is not to be guarded.
 
     Options of the eager engine have no meaning there: nothing is compared, recomputation holds what is needed and no
-    more, and random numbers are always drawn alike.
+    more, and random numbers are always drawn again the same way.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)

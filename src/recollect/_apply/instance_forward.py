@@ -84,8 +84,8 @@ class InstanceForward(ABC):
         module = self._module()
         if module is None:
             message = (
-                f"the module of this forward ('{self.name}', a region of recollect.apply) is gone. Keep the module and "
-                "call it, in place of its forward alone"
+                f"the module of this forward ('{self.name}', a region of recollect.apply) has been freed. Keep the "
+                "module and call it, not only its forward"
             )
             raise RuntimeError(message)
         return module

@@ -158,7 +158,7 @@ def apply(
             second matrix product and convolutions are kept) or ``"every:2"``. None means ``"full"``.
             Or a plan of `recollect.plan`.
         policy: what the model's repeated blocks keep, written as for `checkpoint`; in place of `rules`.
-        every: of the regions that the rules give, outermost ones in the model's order, only each so many-th: 2 takes
+        every: take only every n-th of the regions that the rules give, outermost ones in the model's order: 2 takes
             the first, third and so on.
         first: only of the first so many.
         unknown: there are no other options; those of torch are refused with what to write instead.
@@ -213,7 +213,7 @@ def apply(
     else:
         rule, preset = _parse_for_blocks(rules)
         if preset is not None and every is not None:
-            message = f"rules={rules!r} and every={every} both say how many blocks; give one of them"
+            message = f"rules={rules!r} and every={every} both say how many blocks; pass one of them"
             raise ValueError(message)
         every = every or preset
         chosen = _choose_blocks(model, targets, rule)
@@ -276,7 +276,7 @@ def _join_policy(rules: Rules | None, policy: PolicyLike | str | None) -> Rules 
     elif isinstance(rules, Mapping):
         message = "rules say what each module keeps, so policy= has no meaning: write {'layers.*': policy} there"
     else:
-        message = f"rules={rules!r} and policy={policy!r} both say what the repeated blocks keep; give one of them"
+        message = f"rules={rules!r} and policy={policy!r} both say what the repeated blocks keep; pass one of them"
     raise ValueError(message)
 
 
@@ -298,7 +298,7 @@ def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, i
         value, every = parse_preset(rules)
     elif not callable(value) and not isinstance(value, (Decision, Offload)):
         message = (
-            f"rules: expected a mapping from name pattern, class or predicate to what is to be done, one of "
+            f"rules: expected a mapping from name pattern, class or predicate to what to do, one of "
             f"{', '.join(map(repr, PRESETS))}, a recollect.Decision or a policy; not {type(rules).__name__} {rules!r}"
         )
         raise TypeError(message)
@@ -408,7 +408,7 @@ def _check_free(chosen: Chosen, targets: list[Target]) -> None:
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:
             why = (
-                "it is a region already, by an earlier recollect.apply: take that one away first, by "
+                "it is a region already, by an earlier recollect.apply: remove that one first, with "
                 "recollect.remove(model) or handle.remove()"
             )
         if why is not None:
@@ -428,7 +428,7 @@ def _check_free(chosen: Chosen, targets: list[Target]) -> None:
         for region, path in target.inside(earlier):
             message = (
                 f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is a region by an earlier "
-                "recollect.apply.\nTake that one away (recollect.remove(model)), and give the rules for both at once"
+                "recollect.apply.\nRemove that one (recollect.remove(model)) and pass the rules for both at once"
             )
             raise ValueError(message)
 

@@ -61,7 +61,7 @@ def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
         raise ValueError(message)
     if all(key in OPTIONS for key in rules):
         message = (
-            f"{dict(rules)!r} are options of a region, and name no module; give them to modules, as in "
+            f"{dict(rules)!r} are options of a region, not modules; give them to modules, as in "
             f"{{'layers.*': {dict(rules)!r}}}"
         )
         raise ValueError(message)

@@ -55,11 +55,11 @@ class Target:
         """Why no region can be made of it; None if one can."""
         if any(_CHECKPOINTED in vars(module)["_modules"] for module in self.chain):
             wrapper = next(type(m).__name__ for m in self.chain if _CHECKPOINTED in vars(m)["_modules"])
-            return f"it is wrapped in a {wrapper} already: take that away, or leave this module out"
+            return f"it is wrapped in a {wrapper} already: remove that, or leave this module out"
         if isinstance(self.chain[-1], jit.ScriptModule):
-            return "it is compiled by TorchScript, and has no Python code to run again: take the module it was made of"
+            return "it is compiled by TorchScript and has no Python code to run again: use the original module"
         if hasattr(type(forward_of(type(self.chain[-1]))), "__set__"):
-            return "its class makes forward a property, which no forward of an instance can stand in for"
+            return "its class defines forward as a property, which cannot be replaced on an instance"
         return None
 
     def inside(self, others: Mapping[str, Target]) -> Iterator[tuple[Target, str]]:
@@ -114,7 +114,7 @@ def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) ->
     """What to say of a pattern that matches no module."""
     names = [name for target in targets if target.is_called for name in target.names if name]
     near = nearest_paths(_generalise(pattern.replace("\\", "")), map(_generalise, names))
-    found = f"; near that: {quote_all(near[:_MOST_SHOWN])}" if near else ", which has none inside"
+    found = f"; near that: {quote_all(near[:_MOST_SHOWN])}" if near else ", which has no modules inside"
     return f"pattern {pattern!r} matches no module of {type(model).__name__}{found}"
 
 

@@ -30,7 +30,7 @@ def _show_version(is_asked: bool) -> None:  # noqa: FBT001 (typer calls it so)
         try:
             version = metadata.version("recollect")
         except metadata.PackageNotFoundError:
-            version = "of a source tree, not installed"
+            version = "(source tree, not installed)"
         typer.echo(f"recollect {version}, torch {torch.__version__}")
         raise typer.Exit
 

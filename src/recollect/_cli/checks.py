@@ -189,10 +189,10 @@ def check_pinning() -> Iterator[Check]:
     most = _MOST_TRIED_BYTES if available is None else min(_MOST_TRIED_BYTES, available // 4)
     pinned = try_pinning(most)
     if pinned:
-        yield Check(name="pinned memory", state=State.OK, found=f"{format_bytes(pinned)} tried and had; {said}")
+        yield Check(name="pinned memory", state=State.OK, found=f"{format_bytes(pinned)} allocated as a test; {said}")
     else:
         advice = "raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or copies take pageable memory"
-        yield Check(name="pinned memory", state=State.LIMITED, found=f"none could be had; {said}", advice=advice)
+        yield Check(name="pinned memory", state=State.LIMITED, found=f"none could be allocated; {said}", advice=advice)
 
 
 def _locked_limit() -> int | None:
@@ -209,7 +209,7 @@ def check_compile() -> Iterator[Check]:
     try:
         backends = torch.compiler.list_backends()
     except Exception as error:
-        advice = "eager mode works all the same"
+        advice = "eager mode still works"
         found = f"torch's compiler does not load: {type(error).__name__}: {error}"
         yield Check(name="torch.compile", state=State.LIMITED, found=found, advice=advice)
         return
@@ -217,7 +217,7 @@ def check_compile() -> Iterator[Check]:
     if "inductor" not in backends:
         yield Check(name="torch.compile", state=State.LIMITED, found=f"no Inductor among {', '.join(backends)}")
     elif compiler is None:
-        advice = "install g++ or clang++, or set CXX; eager mode works all the same"
+        advice = "install g++ or clang++, or set CXX; eager mode still works"
         yield Check(name="torch.compile", state=State.LIMITED, found="Inductor, no C++ compiler", advice=advice)
     else:
         yield Check(name="torch.compile", state=State.OK, found=f"Inductor, {compiler}")

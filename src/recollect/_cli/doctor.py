@@ -1,4 +1,4 @@
-"""`recollect doctor`: says what is here, and what of recollect works."""
+"""`recollect doctor`: says what this machine has, and which features work here."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Write the findings as JSON, and nothing else.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Say what is here, how fast bytes move, and what of recollect works; takes some seconds.
+    """Say what this machine has, how fast it moves bytes, and which features work here; takes some seconds.
 
     Ends with exit code 1 if something that recollect needs is broken.
 

@@ -51,7 +51,7 @@ def examine(show: ShowProgress) -> Findings:
 def print_findings(findings: Findings) -> None:
     """Print the findings as two tables."""
     console = make_console()
-    table = Table(title="what is here", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title="this machine", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in ("check", "state", "found", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column in {"check", "state"})
     for check in findings.checks:

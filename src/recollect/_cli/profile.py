@@ -50,13 +50,14 @@ def profile(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the model and its inputs: bf16, fp16, fp32, ...")
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="Data type of the model and its inputs: bf16, fp16, fp32, ..."),
     ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
             "--optimizer",
-            help="Whose state to count: a class of torch.optim, as AdamW, or module:Class.",
+            help="Optimizer whose state to count: a class of torch.optim such as AdamW, or module:Class.",
             metavar="NAME",
         ),
     ] = None,
@@ -91,7 +92,7 @@ def profile(
 
     If memory runs out, it says what was alive and which modules, recomputed, would have made room.
 
-    A **script** runs as a program, with ARGS, until its optimiser has made its second step (--step). That step
+    A **script** runs as a program, with ARGS, until its optimizer has made its second step (--step). That step
     is profiled, then the script is stopped.
 
     **Exit codes**: 0 done, 1 the code of the target failed or has no step to profile, 2 wrong usage.
@@ -155,7 +156,7 @@ class _Options:
         given = {"--device": self.device, "--dtype": self.dtype, "--optimizer": self.optimizer, "--dry": self.is_dry}
         for name, value in given.items():
             if value:
-                fail(f"{name} says how to run a function; {target} is a script, which does as it is written")
+                fail(f"{name} says how to run a function; {target} is a script, which runs as written")
         return profile_script(found.path, args, step=self.step, progress=progress)
 
     def _take_function(self, function: Function, progress: ShowProgress) -> Profile:
@@ -271,5 +272,5 @@ def _read_optimizer(name: str) -> type[torch.optim.Optimizer]:
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         near = difflib.get_close_matches(what, classes, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        fail(f"--optimizer {name}: {module.__name__} has no optimiser {what!r}{hint}")
+        fail(f"--optimizer {name}: {module.__name__} has no optimizer {what!r}{hint}")
     return found

@@ -92,7 +92,7 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         fail(f"{path} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        fail(f"{path}: expected a profile of recollect as JSON, found something that is no text")
+        fail(f"{path}: expected a profile of recollect as JSON, found something that is not text")
     except ValueError as error:
         fail(f"{path}: {error}")
 

@@ -1,8 +1,8 @@
 """Profiles one step of a training script as it runs, and stops the script after it.
 
-What counts as a step is told by the optimiser: step 2 begins with the first module that is called after the optimiser's
+What counts as a step is told by the optimizer: step 2 begins with the first module that is called after the optimizer's
 first step, and ends with its second. A script that calls no module has its step 2 begin where the first one ends. By
-default it is the second that is profiled: only then is the optimiser's state there.
+default it is the second that is profiled: only then is the optimizer's state there.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def profile_script(path: Path, args: Sequence[str], *, step: int = 2, progress: 
 def _explain_end(path: Path, steps: int, wanted: int) -> str:
     if not steps:
         return (
-            f"{path} ended without a step of an optimiser, so there is none to profile: name a function that runs a "
+            f"{path} ended without a step of an optimizer, so there is none to profile: name a function that runs a "
             f"step, {path}:function"
         )
     if steps >= wanted:
@@ -77,7 +77,7 @@ def _explain_end(path: Path, steps: int, wanted: int) -> str:
             f"{'give `--step 2`, or ' * (wanted == 1)}name a function that runs a step, {path}:function"
         )
     return (
-        f"{path} ended after {steps} step{'s' * (steps != 1)} of its optimiser, and step {wanted} was to be profiled: "
+        f"{path} ended after {steps} step{'s' * (steps != 1)} of its optimizer, and step {wanted} was to be profiled: "
         f"give `--step {steps}`, or let it run longer"
     )
 
@@ -85,9 +85,9 @@ def _explain_end(path: Path, steps: int, wanted: int) -> str:
 class _Watch:
     """Waits for a step of a script that runs, and profiles it.
 
-    The optimiser's hooks count, and the first module that is called afterwards begins: what a script does between its
-    steps is no part of them. Where none was called before, a hook of the one optimiser begins: the profiler adds hooks
-    of all optimisers, which cannot be done while these run, and those of the one run before.
+    The optimizer's hooks count, and the first module that is called afterwards begins: what a script does between its
+    steps is no part of them. Where none was called before, a hook of the one optimizer begins: the profiler adds hooks
+    of all optimizers, which cannot be done while these run, and those of the one run before.
 
     Attributes:
         profile: of the step, once it was made.

@@ -1,4 +1,4 @@
-"""Which modules and optimisers code works with, seen while it runs: whatever it keeps them in."""
+"""Which modules and optimizers code works with, seen while it runs: whatever it keeps them in."""
 
 import contextlib
 from types import TracebackType
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Seen:
-    """Notes the modules that are called and the optimisers that make a step, while entered.
+    """Notes the modules that are called and the optimizers that make a step, while entered.
 
     Attributes:
         optimizers: in the order of their first step.

@@ -18,7 +18,7 @@ from recollect._cli.screen import fail
 
 _OTHERS = {
     ".ipynb": "a notebook: save it as a script (`jupyter nbconvert --to script`), or call recollect.profile in it",
-    ".json": "no script: profiles are shown by `recollect report`",
+    ".json": "not a script: to show a profile, use `recollect report`",
 }
 _FORMS = "expected module:function, path/to/file.py:function or path/to/script.py"
 
@@ -77,7 +77,7 @@ def _load_module(name: str) -> ModuleType:
             raise  # something that the module itself imports
         here = [path.stem for path in Path().iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
         near = _nearest(error.name or name, here)
-        fail(f"there is no module {error.name!r}, in {Path.cwd()} or installed{near}")
+        fail(f"no module named {error.name!r}, neither in {Path.cwd()} nor installed{near}")
     return module
 
 
@@ -88,7 +88,7 @@ def _load_file(path: Path) -> ModuleType:
     name = path.stem if path.stem not in sys.modules and path.stem.isidentifier() else f"_file_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        fail(f"{path} is no Python file: {_FORMS}")
+        fail(f"{path} is not a Python file: {_FORMS}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up
     spec.loader.exec_module(module)

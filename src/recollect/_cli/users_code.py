@@ -32,7 +32,7 @@ def users_code(*, shows_all: bool = False) -> Generator[None, None, None]:
     except typer.Exit:
         raise
     except SystemExit as error:
-        fail(f"the code that was to be profiled ended the process by sys.exit({error.code!r})", code=FAILED)
+        fail(f"the profiled code ended the process with sys.exit({error.code!r})", code=FAILED)
     except Exception as error:
         if not shows_all and _is_our_message(error):
             fail(str(error), code=FAILED)

@@ -46,7 +46,7 @@ def _policy_of(contexts: Any) -> Policy:
     policy: Policy | None = getattr(forward, "policy_in_graph", None)
     if policy is None:
         break_graph(
-            f"context_fn gives {type(forward).__name__}: in a graph only the contexts of a policy mean anything "
+            f"context_fn gives {type(forward).__name__}: in a compiled graph only the contexts of a policy work "
             "(recollect.compat.create_selective_checkpoint_contexts)"
         )
     return policy

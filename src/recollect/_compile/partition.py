@@ -84,7 +84,7 @@ class Partitioner:
 
         if config.activation_memory_budget == 0:
             message = (
-                "torch._functorch.config.activation_memory_budget is 0: torch then keeps nothing and asks no plan.\n"
+                "torch._functorch.config.activation_memory_budget is 0: torch keeps nothing and ignores the plan.\n"
                 "Leave it at 1, and say in the plan what to recompute."
             )
             raise ValueError(message)
@@ -150,7 +150,7 @@ def partitioner(
     >>> compiled = torch.compile(model, options={"custom_partitioner_fn": partitioner(Decision.RECOMPUTE)})
     """
     if (plan is None) == (planner is None):
-        message = "partitioner takes a plan or policy, or a planner: give one of the two"
+        message = "partitioner takes a plan or policy, or a planner: pass one of the two"
         raise TypeError(message)
     if planner is not None:
         choose, key = _by_planner(planner), None

@@ -1,4 +1,4 @@
-"""Where modules are in a model's tree, and which of them are alike. Plain data; no torch here."""
+"""Where modules are in a model's tree, and which of them are repeated. Plain data; no torch here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def paths_above(path: str) -> Iterator[str]:
 
 
 class Families:
-    """Knows which modules of a model are at the same place of parts that are alike.
+    """Knows which modules of a model are at the same place of repeated parts.
 
-    Parts are alike if they are all that a list has, by number, and all of one class.
+    Parts are repeated if they are all the numbered parts of a list, and all of one class.
 
     >>> kinds = {"layers": "ModuleList", "layers.0": "Block", "layers.0.mlp": "MLP", "layers.1": "Block"}
     >>> families = Families(ModuleEntry(path=path, kind=kind) for path, kind in kinds.items())
@@ -42,7 +42,7 @@ class Families:
         self._lists = {parent for parent, kinds in parts.items() if len(kinds) > 1 and len(set(kinds)) == 1}
 
     def name(self, path: str) -> str:
-        """A path with ``*`` for the number of a part among alike ones."""
+        """A path with ``*`` for the number of a repeated part."""
         parts = path.split(".")
         return ".".join(
             "*" if part.isdigit() and ".".join(parts[:at]) in self._lists else part for at, part in enumerate(parts)

@@ -20,7 +20,7 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
 
     Raises:
         ValueError: the text is empty or not a regular expression.
-        TypeError: it is no text.
+        TypeError: it is not a string.
 
     >>> in_layer = compile_pattern("layers.*")
     >>> in_layer("layers.0"), in_layer("layers.0.attn"), in_layer("layers")
@@ -33,7 +33,7 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
     (True, False)
     """
     if not isinstance(text, str):
-        message = f"expected a pattern as text, not {type(text).__name__} {text!r}"
+        message = f"expected a pattern as a string, not {type(text).__name__} {text!r}"
         raise TypeError(message)
     if not text.removeprefix(_REGEX):
         message = f"pattern {text!r} is empty; '**' matches every path"
@@ -86,7 +86,7 @@ def plain_path(path: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that read most like this one, the most alike first.
+    """The known names most similar to this one, the most similar first.
 
     >>> nearest("layer.0", ["embed", "layers.0", "layers.1", "head"])
     ['layers.0', 'layers.1']

@@ -41,7 +41,7 @@ class ModuleEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleEntry:
-    """What one entry of a policy did in one region, or in several that are alike.
+    """What one entry of a policy did in one region, or in several identical ones.
 
     Attributes:
         region: name of the region, or of the first of them.
@@ -93,7 +93,7 @@ class Profile:
         rounding_bytes: each storage takes a multiple of this on the device.
         capacity_bytes: what the device has for tensors; 0 if it is not known.
         fixed_bytes: what libraries hold on the device all the time, beside the storages.
-        optimizer: name of the optimiser whose state is counted; ``""`` for none.
+        optimizer: name of the optimizer whose state is counted; ``""`` for none.
         torch: version of torch.
         modules: of the model, in its order.
         rules: what the entries of policies did, where regions were applied.

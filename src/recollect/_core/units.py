@@ -61,7 +61,7 @@ def parse_bytes(size: int | str) -> int:
         message = f"size {size!r}: {expected}"
         raise TypeError(message)
     if size < 0:
-        message = f"size {size}: a number of bytes is not negative"
+        message = f"size {size}: a number of bytes cannot be negative"
         raise ValueError(message)
     return size
 

@@ -1,6 +1,6 @@
 """Runs a step as it runs without us, and times it.
 
-On a device the optimiser's step is timed apart: what it writes is copied on the device itself, in the memory that the
+On a device the optimizer's step is timed apart: what it writes is copied on the device itself, in the memory that the
 activations had, and put back at once. Where that is not enough room it is left out, and estimated by whoever asks.
 """
 
@@ -22,7 +22,7 @@ from recollect._profile.snapshot import tensors_of_optimizer
 _FEWEST, _MOST = 2, 8
 _SHORT_S = 0.25
 """Steps are run until they have taken this long together, `_FEWEST` to `_MOST` of them."""
-_NEW_STATES = 3  # what an optimiser without state makes for each parameter, and what it takes while it steps, at most
+_NEW_STATES = 3  # what an optimizer without state makes for each parameter, and what it takes while it steps, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class PlainTimes:
     """How long a step takes unwatched.
 
     Attributes:
-        body: the step; without the optimiser's if that is apart.
-        optimizer: the optimiser's step, if it was timed apart.
-        is_apart: whether the optimiser's step was left out of `body`.
+        body: the step; without the optimizer's if that is apart.
+        optimizer: the optimizer's step, if it was timed apart.
+        is_apart: whether the optimizer's step was left out of `body`.
     """
 
     body: Plain
@@ -72,7 +72,7 @@ def time_plainly(
         step: runs it.
         rewind: puts everything as it was before the step; called before each run.
         device: where it runs.
-        apart: optimisers whose step is timed apart, so that nothing of it lasts.
+        apart: optimizers whose step is timed apart, so that nothing of it lasts.
         peak_bytes: what the step takes on the device.
     """
     wait = _waits_for(device)
@@ -105,7 +105,7 @@ def _waits_for(device: torch.device) -> Callable[[], None]:
 
 
 class _Apart:
-    """Lets optimisers step apart from the rest of the step, once, and not at all after that."""
+    """Lets optimizers step apart from the rest of the step, once, and not at all after that."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
 
     The step runs once watched, and a few times more as it runs without us, to be timed. Where regions have policies it
     is watched when they know their ways: the profile is that of any later step, and nothing that they learn stays.
-    Afterwards parameters, buffers, gradients, optimisers and random generators are bit for bit as they were, also if
+    Afterwards parameters, buffers, gradients, optimizers and random generators are bit for bit as they were, also if
     the step fails. What the step writes into is copied to the host before. Hooks and the like that a model sets up at
     its first forward stay set up, as an ordinary forward would leave them.
 
@@ -71,7 +71,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         The step as data; `recollect.report` shows it.
 
     Raises:
-        ValueError: no loss can be made of the model's output; an option means nothing here; a real step is asked of a
+        ValueError: the model's output gives no loss; an option does not apply here; a real step is asked of a
             model on ``meta``; or a dry one asks for values.
         TypeError: the first argument, or `optimizer`, is something else.
 
@@ -113,7 +113,8 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     _check_lazy(modules)
     here = device_of(modules, values)
     if here.type == "meta" and (not dry or device is None):
-        what = "say which device to estimate for: device='H100'" if dry else "only a dry profile can be had: dry=True"
+        dry_only = "only a dry profile is possible: pass dry=True"
+        what = "pass the device to estimate for, as in device='H100'" if dry else dry_only
         message = f"{name_of(step_or_model)} is on meta, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
@@ -140,7 +141,7 @@ def _check(step_or_model: object, loss: object, optimizer: object) -> None:
         message = f"recollect.profile expects a model or a function that runs a step, not {what}"
         raise TypeError(message)
     if isinstance(step_or_model, type):
-        message = f"recollect.profile expects a model, not its class {step_or_model.__name__}: give it an instance"
+        message = f"recollect.profile expects a model, not its class {step_or_model.__name__}: pass an instance"
         raise TypeError(message)
     if inspect.iscoroutinefunction(step_or_model) or inspect.isgeneratorfunction(step_or_model):
         message = f"recollect.profile expects a function that runs a step when it is called; {what} only begins one"

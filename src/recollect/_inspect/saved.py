@@ -172,7 +172,7 @@ def describe_saved(loss: Any) -> SavedReport:
 
 def _explain_no_graph(tensors: list[Tensor]) -> str:
     if any(tensor.requires_grad for tensor in tensors):
-        return "loss has no graph behind it: it is a leaf, given and not computed. Pass what is computed from it."
+        return "loss has no graph behind it: it is a leaf, not a result. Pass what is computed from it."
     return (
         "loss does not require grad: it was computed under torch.no_grad(), was detached, or no tensor that it is "
         "computed from requires grad.\n"
@@ -332,7 +332,7 @@ def _format_others(report: SavedReport) -> list[str]:
         lines.append(f"other hooks packed these into something that is not a tensor, size unknown: {hooks}")
     if report.opaque_nodes:
         nodes = _format_counts(report.opaque_nodes)
-        lines.append(f"cannot be looked into with torch {torch.__version__}, may hold more: {nodes}")
+        lines.append(f"cannot be inspected with torch {torch.__version__}, may hold more: {nodes}")
     if report.freed_nodes:
         lines.append(f"freed by a backward pass: what {count_noun(report.freed_nodes, 'node')} had saved")
     return lines

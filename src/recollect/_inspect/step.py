@@ -50,7 +50,7 @@ class StepProfiler:
         optimizers: whose state is.
         inputs: tensors that the step is given, in any containers.
         name: what reports call it.
-        optimizer: what to count the state of, and to let step on fake tensors, if no optimiser steps in between.
+        optimizer: what to count the state of, and to let step on fake tensors, if no optimizer steps in between.
         dry: what the step runs on, if its tensors are fake.
         restores: whether everything is put back as it was found.
         progress: called now and then with the number of calls so far and, where it is known, of all.
@@ -230,7 +230,7 @@ class StepProfiler:
 
     @contextmanager
     def _leaving_optimizers(self) -> Iterator[None]:
-        """Let optimisers of a device not step: nothing could put back what they write."""
+        """Let optimizers of a device not step: nothing could put back what they write."""
         with ExitStack() as stack:
             if self._restores and self._is_cuda:
                 from recollect._profile.optimizer import without_steps
@@ -250,7 +250,7 @@ class StepProfiler:
             self._snapshot.note_optimizer(optimizer)
 
     def _shadow_optimizers(self) -> ExitStack:
-        """Let the optimisers step on fake tensors: copying what they write to the host takes longer than the step."""
+        """Let the optimizers step on fake tensors: copying what they write to the host takes longer than the step."""
         from recollect._profile.optimizer import with_shadow_steps
 
         with ExitStack() as stack:
@@ -295,7 +295,7 @@ class StepProfiler:
                 yield prefix + plain_path(path), tensor
 
     def _step_on_fakes(self) -> None:
-        """Let the given optimiser step, if none did: its state counts from before the step, its calls come last."""
+        """Let the given optimizer step, if none did: its state counts from before the step, its calls come last."""
         optimizer = self._optimizer
         if self._capture.optimizers or self._stepped:
             return
@@ -309,7 +309,7 @@ class StepProfiler:
             self._follow(shadow)
 
     def _follow(self, shadow: Shadow) -> None:
-        """Let an optimiser's shadow step, whose state was there before and stays."""
+        """Let an optimizer's shadow step, whose state was there before and stays."""
         capture = self._capture
         self._shadows.append(shadow)
         for fake, real in shadow.pairs():
@@ -385,7 +385,7 @@ class StepProfiler:
         elif len(rules) > len(self._rules):
             yield "regions ran for the first time under their policies and learned: later steps take less"
         if not any(call.phase is Phase.BACKWARD for call in self._capture.calls):
-            yield "no backward ran: what would be kept for it is not known"
+            yield "no backward ran, so it is not known what would be kept for it"
         missed = self._snapshot.count_missed() if self._restores else 0
         if missed:
             yield (
@@ -395,7 +395,7 @@ class StepProfiler:
         if self._capture.saw_torch_checkpoint:
             yield "torch.utils.checkpoint recomputes here: what it keeps to do so is not among what is saved"
         if any(map(_is_compiled, self._modules)) and self._dry is None:
-            yield "compiled code is seen from outside: of what it does, only the operators that it calls at run time"
+            yield "compiled code is seen from outside: only the operators that it calls at run time are recorded"
 
     def _list_modules(self) -> Iterator[ModuleEntry]:
         seen: set[str] = set()

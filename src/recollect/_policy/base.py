@@ -125,7 +125,8 @@ class FunctionPolicy(Policy):
         decision = self.fn(site)
         if not isinstance(decision, Decision):
             message = (
-                f"policy {self} answered {decision!r} for {site.op} in region {site.region!r}, which is no decision.\n"
+                f"policy {self} answered {decision!r} for {site.op} in region {site.region!r}, which is not a "
+                "decision.\n"
                 "Return recollect.Decision.SAVE or recollect.Decision.RECOMPUTE, in every branch of the function."
             )
             raise TypeError(message)
@@ -188,15 +189,15 @@ def as_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, list | tuple | set | frozenset | dict):
         message = (
             f"{expected}{type(policy).__name__} {policy!r}.\n"
-            "Several policies are joined by policies.first_match(...), operators are kept by policies.save_ops(...), "
-            "regions are told apart by policies.per_region({...})."
+            "Combine policies with policies.first_match(...), keep operators with policies.save_ops(...), "
+            "tell regions apart with policies.per_region({...})."
         )
         raise TypeError(message)
     if not callable(policy):
         message = f"{expected}{type(policy).__name__} {policy!r}"
         raise TypeError(message)
     if getattr(policy, "__annotations__", {}).get("return") in ("Policy", Policy):
-        message = f"{name_function(policy)} makes a policy and is none itself: call it"
+        message = f"{name_function(policy)} makes a policy but is not one itself: call it"
         raise TypeError(message)
     if isinstance(policy, type):
         message = f"{expected}the class {policy.__name__}"

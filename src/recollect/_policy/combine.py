@@ -199,7 +199,7 @@ def first_match(*policies: PolicyLike) -> Policy:
 
     Raises:
         ValueError: none is given, or one can never be reached because the one before it answers for every site.
-        TypeError: one is no policy.
+        TypeError: one is not a policy.
 
     >>> from recollect import policies
     >>> policy = policies.first_match(policies.save_attention, policies.save_every("aten.mm.default", 2))
@@ -268,7 +268,7 @@ def strictly(policy: PolicyLike) -> Policy:
     """Keep only what a policy says: routing results and activation collectives, too, are then recomputed.
 
     Raises:
-        TypeError: it is no policy.
+        TypeError: it is not a policy.
 
     >>> from recollect import policies
     >>> policies.strictly(policies.save_matmuls)

@@ -105,7 +105,7 @@ def _describe_unknown(text: str, name: str, names: list[str]) -> str:
     higher_order = set() if "." in name else set(higher_order_names())
     found = nearest(rest.partition(".")[0], sorted(known | higher_order))
     near = [short if short in higher_order else _likeliest(f"{library}.{short}", names) for short in found]
-    return f"{message}; " + (f"near that: {quote_all(near)}" if near else f"none under {library!r} reads like it")
+    return f"{message}; " + (f"near that: {quote_all(near)}" if near else f"none under {library!r} has a similar name")
 
 
 def _describe_stranger(op: Any) -> str:
@@ -116,7 +116,7 @@ def _describe_stranger(op: Any) -> str:
         f"torch.autograd.Function; not {kind} {called or repr(op)}"
     )
     if isinstance(op, type) and issubclass(op, torch.nn.Module):
-        return f"{message}.\nModules are kept by save_modules."
+        return f"{message}.\nTo keep modules, use save_modules."
     names = overload_names()
     if called and _overloads(f"aten.{called}", names):
         message += f".\nThe operator beneath it may be {_likeliest(f'aten.{called}', names)!r}."

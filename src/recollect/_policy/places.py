@@ -97,7 +97,7 @@ def _describe_unmatched(pattern: str | type[nn.Module], paths: dict[str, Any]) -
     if isinstance(pattern, str):
         message = f"pattern {pattern!r} matches no module of the region"
         near = nearest_paths(pattern, paths)
-        return f"{message}; modules near that: {quote_all(near)}" if near else f"{message}, which has none inside"
+        return f"{message}; modules near that: {quote_all(near)}" if near else f"{message}, which has no modules inside"
     message = f"class {pattern.__name__} matches no module of the region"
     classes = sorted({type(module).__name__ for module in paths.values()})
     return f"{message}; classes there: {', '.join(classes)}" if classes else f"{message}, which has none"
@@ -111,7 +111,7 @@ def save_names(*names: str) -> Policy:
 
     Raises:
         ValueError: none is given, or one is empty or not a regular expression.
-        TypeError: one is no text.
+        TypeError: one is not a string.
 
     >>> from recollect import policies
     >>> policies.save_names("attn", "expert_*")

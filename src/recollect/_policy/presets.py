@@ -44,7 +44,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReadyMade(Policy):
-    """A policy known by a word: a part of it that matches nothing in some model is no mistake of its user."""
+    """A policy known by a word: a part of it that matches nothing in some model is not its user's mistake."""
 
     word: str
     policy: Policy

@@ -22,7 +22,7 @@ class Cost:
     Attributes:
         device_s: how long it runs.
         host_s: how long the host takes to come to it and to launch it; None where the host runs it.
-        is_optimizer: whether it is of an optimiser's step.
+        is_optimizer: whether it is of an optimizer's step.
     """
 
     device_s: float
@@ -48,9 +48,9 @@ def attribute(costs: Sequence[Cost], body: Plain, optimizer: Plain | None, *, is
 
     Args:
         costs: of all calls, as they were watched or estimated.
-        body: the step unwatched; if `is_apart`, without the optimiser's step.
+        body: the step unwatched; if `is_apart`, without the optimizer's step.
         optimizer: that, unwatched; None if nobody measured it: its costs stay as they are.
-        is_apart: whether the optimiser's step was left out of the body.
+        is_apart: whether the optimizer's step was left out of the body.
 
     >>> calls = [Cost(device_s=1e-6, host_s=4e-6), Cost(device_s=3e-6, host_s=4e-6)]
     >>> found = attribute(calls, Plain(wall_s=28e-6, host_s=28e-6), None, is_apart=False)

@@ -68,7 +68,7 @@ class Capture(DispatchMode):
         saved: what graphs held when their backward began.
         storages: of everything.
         gradients: numbers of storages that were the gradient of a leaf.
-        states: numbers of storages that were an optimiser's state.
+        states: numbers of storages that were an optimizer's state.
         optimizers: that made a step.
         offloaded: numbers of storages that were sent to another tier, or came back from one.
         transfers: copies to other tiers and back.
@@ -104,7 +104,7 @@ class Capture(DispatchMode):
         self._workspace, self._progress = workspace, progress
         self._scopes = Scopes()
         self._lock = threading.RLock()
-        self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimiser began to step
+        self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimizer began to step
         self._saw_regions = False
         self.saw_torch_checkpoint = self._counts_meta = False
         self._flops: dict[tuple[Any, ...], int] = {}
@@ -362,7 +362,7 @@ class Capture(DispatchMode):
                 found = Transfer(storage=number, bytes=news.bytes, is_out=is_out, start=start, end=at, tier=news.tier)
                 self.transfers.append(found)
 
-    # Optimisers.
+    # Optimizers.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if IS_SHADOW in vars(optimizer):
@@ -382,7 +382,7 @@ class Capture(DispatchMode):
         self.note_states(tensors_of_optimizer(optimizer))
 
     def note_states(self, tensors: Sequence[Tensor]) -> None:
-        """These tensors are an optimiser's state."""
+        """These tensors are an optimizer's state."""
         with self._lock:
             self.storages.settle(len(self.calls))
             for tensor in tensors:
@@ -390,7 +390,7 @@ class Capture(DispatchMode):
 
     @contextmanager
     def following(self) -> Iterator[DispatchMode]:
-        """What is called inside with grad mode off is an optimiser's, on tensors without memory, and is not timed.
+        """What is called inside with grad mode off is an optimizer's, on tensors without memory, and is not timed.
 
         Gives a mode to be entered; this one need not be, or may be switched off.
         """

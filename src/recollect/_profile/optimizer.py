@@ -1,4 +1,4 @@
-"""What an optimiser holds and does, found out by letting its own code step on fake tensors.
+"""What an optimizer holds and does, found out by letting its own code step on fake tensors.
 
 Its state is made by a step before the one that is looked at, as in training. The user's instance is not touched: a
 shadow of it steps, with the same options; or, where the user's step calls it, it is a shadow of itself while a context
@@ -38,15 +38,15 @@ Pair = tuple[Tensor, Tensor]
 """A fake tensor, and the one that it stands for."""
 
 _SLOTS = (("adafactor", 0), ("adam", 2), ("lamb", 2), ("lion", 1), ("rmsprop", 1), ("adagrad", 1), ("momentum", 1))
-"""Tensors of a parameter's size that optimisers keep, by what is in their names."""
+"""Tensors of a parameter's size that optimizers keep, by what is in their names."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Shadow:
-    """An optimiser on fake tensors.
+    """An optimizer on fake tensors.
 
     Attributes:
-        name: of the optimiser's class.
+        name: of the optimizer's class.
         states: its state, as fake tensors.
         notes: what could not be found out, in sentences.
         mode: in which its tensors are fake, if they need one.
@@ -78,7 +78,7 @@ class Shadow:
 
 @contextmanager
 def shadow_of(optimizer: Kind, parameters: Iterable[Tensor], *, on_cuda: bool) -> Generator[Shadow]:
-    """Let an optimiser, or one that its class would make with its defaults, step on fake tensors.
+    """Let an optimizer, or one that its class would make with its defaults, step on fake tensors.
 
     Args:
         optimizer: an instance or a class.
@@ -164,7 +164,7 @@ def with_shadow_steps(
     """Let a real step's calls of ``optimizer.step`` be those of a shadow, so that nothing real is written.
 
     To put parameters and state back after a real call, all of them would have to be copied to the host before it: 6 s
-    where the step takes 84 ms (GPT of 355 million parameters on an H200). With a closure, and where the optimiser
+    where the step takes 84 ms (GPT of 355 million parameters on an H200). With a closure, and where the optimizer
     cannot step on fake tensors, it is the real call.
 
     Args:
@@ -194,7 +194,7 @@ def with_shadow_steps(
 
 @contextmanager
 def without_steps(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Let an optimiser not step, unless it is given a closure."""
+    """Let an optimizer not step, unless it is given a closure."""
     attributes = vars(optimizer)
     before = {name: attributes[name] for name in ("step",) if name in attributes}
     step = optimizer.step
@@ -221,7 +221,7 @@ def _try_step(optimizer: torch.optim.Optimizer) -> Exception | None:
 
 
 def _prepare(shadow: Shadow, optimizer: Kind, fake_of: FakeOf, *, on_cuda: bool) -> None:
-    """Make the optimiser that steps, and its state."""
+    """Make the optimizer that steps, and its state."""
     parameters = [fake for fake, _ in shadow.known]
     try:
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -254,7 +254,7 @@ def _make(kind: type[torch.optim.Optimizer], parameters: list[Tensor]) -> torch.
 
 
 def _attributes_on_fakes(optimizer: torch.optim.Optimizer, fake_of: FakeOf, *, on_cuda: bool) -> dict[str, Any]:
-    """The attributes of an optimiser with fake tensors in place of its own, and without hooks."""
+    """The attributes of an optimizer with fake tensors in place of its own, and without hooks."""
     found = {name: value for name, value in vars(optimizer).items() if name != "step"}
     for name, value in found.items():
         if name.endswith("_hooks") and isinstance(value, dict):
@@ -309,7 +309,7 @@ def _some_gradients(parameters: Iterable[Tensor]) -> Generator[None]:
 
 
 def _count_slots(shadow: Shadow, parameters: list[Tensor], why: str) -> None:
-    """Count the state by what optimisers of such a name keep."""
+    """Count the state by what optimizers of such a name keep."""
     plain = shadow.name.lower()
     count = next((slots for part, slots in _SLOTS if part in plain), None)
     dtype = torch.uint8 if "8bit" in plain else None

@@ -10,7 +10,7 @@ from recollect._core.calls import Phase
 from recollect._core.operators import Operator
 
 IS_SHADOW = "_recollect_is_shadow"
-"""An attribute of optimisers that nobody but `StepProfiler` lets step."""
+"""An attribute of optimizers that nobody but `StepProfiler` lets step."""
 
 RawValue = tuple[int, torch.Size | None, torch.dtype]
 """A tensor of a call: the number of its storage, its shape, None if only the storage counts, and its dtype."""

@@ -1,4 +1,4 @@
-"""Which modules and optimisers a step works with: those it, or a function it calls, is given, closes over or names."""
+"""Which modules and optimizers a step works with: those it, or a function it calls, is given, closes over or names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_modules(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Mod
 
 
 def find_optimizers(step: Callable[..., Any], values: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """The optimisers among a step's arguments and surroundings."""
+    """The optimizers among a step's arguments and surroundings."""
     return _unique(_of_kind(torch.optim.Optimizer, [*values, *_surroundings(step)]))
 
 

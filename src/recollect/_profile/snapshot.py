@@ -1,4 +1,4 @@
-"""What a profiled step may change, kept aside before it does and put back after: memory, gradients, optimisers.
+"""What a profiled step may change, kept aside before it does and put back after: memory, gradients, optimizers.
 
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
 copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
@@ -26,7 +26,7 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
 _SMALL = 2**20
-_DEEPEST = 6  # states of optimisers are dicts of dicts, some with lists in them
+_DEEPEST = 6  # states of optimizers are dicts of dicts, some with lists in them
 
 
 class Snapshot:
@@ -71,7 +71,7 @@ class Snapshot:
             self._gradients[id(leaf)] = _Gradient(leaf)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimiser's state and settings; the first time counts."""
+        """Keep an optimizer's state and settings; the first time counts."""
         self._contents.note(vars(optimizer))
         self._contents.note(optimizer.state, depth=_DEEPEST)
         self._contents.note(optimizer.param_groups, depth=_DEEPEST)
@@ -178,7 +178,7 @@ def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of an optimiser's state."""
+    """The tensors of an optimizer's state."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 

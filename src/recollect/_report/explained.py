@@ -96,7 +96,7 @@ class ExplainedRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
-    """What was decided; printed, it is a table for each region, those that are alike together."""
+    """What was decided; printed, it is a table for each region, identical ones together."""
 
     regions: tuple[ExplainedRegion, ...]
     note: str = ""
@@ -132,7 +132,7 @@ def _likeness_of_site(site: ExplainedSite) -> Any:
 
 def _format_group(group: list[ExplainedRegion]) -> list[str]:
     first = group[0]
-    # Alike regions have the same kinds of call, but not in the same order.
+    # Identical regions have the same kinds of call, but not in the same order.
     called = [{_likeness_of_call(call): call for call in region.calls} for region in group]
     main, *others = first.calls
     alike = [calls[_likeness_of_call(main)] for calls in called]
@@ -160,9 +160,9 @@ def _format_paths(names: list[str], paths: list[str]) -> list[str]:
     places = [path or "the model itself" for path in paths]
     shown = places if len(places) <= _MOST_PATHS else [*places[:2], "...", places[-1]]
     if len(places) > 1:
-        return _wrap(f"{len(places)} regions alike: {', '.join(shown).replace(', ..., ', ' ... ')}")
+        return _wrap(f"{len(places)} identical regions: {', '.join(shown).replace(', ..., ', ' ... ')}")
     if len(names) > 1:
-        return _wrap(f"{len(names)} regions alike")
+        return _wrap(f"{len(names)} identical regions")
     return [f"at module '{paths[0]}'"] if any(paths) else []
 
 
@@ -201,7 +201,7 @@ def _by_title(columns: Iterable[Column]) -> dict[str, list[Column]]:
 
 
 def _format_run(run: list[Column]) -> tuple[str, str, str, str]:
-    """Bytes, matches, operator and place of sites that follow each other; each in all of the regions that are alike."""
+    """Bytes, matches, operator and place of sites that follow each other; each in all identical regions."""
     sites = [column[0] for column in run]
     matched = _format_counts(site.matched for column in run for site in column)
     number = f" x{len(sites)}" if len(sites) > 1 else ""
@@ -233,7 +233,7 @@ def _format_sums(call: ExplainedCall, regions: int) -> list[str]:
     lines = []
     if call.blocks:
         blocks = count_noun(len(call.blocks), "block")
-        lines.append(f"kept {blocks} whole: {_size(call.blocks)} of results, besides what they save themselves")
+        lines.append(f"kept {blocks} whole: {_size(call.blocks)} of results, plus what they save themselves")
     lines.append(_format_sum(call))
     default = [site for site in call.kept if site.is_by_default]
     if default:

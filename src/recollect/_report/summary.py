@@ -187,7 +187,7 @@ def describe_call(call: OpCall) -> str:
     >>> describe_call(OpCall(op="aten.mm.default", phase=Phase.BACKWARD, module="lm_head"))
     'in backward of lm_head (aten.mm.default)'
     """
-    where = "in the optimiser's step" if call.phase is Phase.OPTIMIZER else f"in {call.phase.value}"
+    where = "in the optimizer's step" if call.phase is Phase.OPTIMIZER else f"in {call.phase.value}"
     owner = f" of {call.module}" if call.module else ""
     return f"{where}{owner} ({', '.join(filter(None, (call.op, call.source)))})"
 

@@ -28,7 +28,7 @@ from recollect._report.verdict import judge_allocator, judge_peak
 
 _BAR_WIDTH = 24
 _MOST_HOLDERS = 3
-_WORDS = {Phase.OPTIMIZER: "optimiser"}
+_WORDS = {Phase.OPTIMIZER: "optimizer"}
 
 
 def render_text(

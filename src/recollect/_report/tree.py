@@ -1,4 +1,4 @@
-"""The tree of modules with siblings that are alike as one: 32 layers are a line, and what is in them is there once."""
+"""The tree of modules with identical siblings as one: 32 layers are a line, and what they hold appears once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recollect._report.summary import ModuleRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A module, or several that are alike; the numbers are of all of them together.
+    """A module, or several identical ones; the numbers are of all of them together.
 
     Attributes:
         label: name of the module in its parent: ``"mlp"``; of several: ``"0 ... 31"``.
@@ -71,7 +71,7 @@ def fold_modules(rows: Sequence[ModuleRow]) -> list[Branch]:
 
 
 def _group(columns: Iterable[tuple[ModuleRow, ...]], likenesses: dict[str, int]) -> list[list[ModuleRow]]:
-    """Children of alike parents, column by column; those that are alike and numbered become one."""
+    """Children of identical parents, column by column; identical numbered ones become one."""
 
     def key(column: tuple[ModuleRow, ...]) -> object:
         is_part = _name(column[0]).isdigit()

@@ -27,8 +27,8 @@ def judge_peak(peak: PeakRow) -> list[str]:
     if 2 * state > peak.bytes:
         share = format_share(state, peak.bytes)
         found.append(
-            f"{share} of the peak is there whatever is recomputed: {_list_state(peak)}. Less of it takes sharding "
-            "(FSDP2), offloading, smaller dtypes, or an optimiser with less state."
+            f"{share} of the peak is there whatever is recomputed: {_list_state(peak)}. To reduce it: sharding "
+            "(FSDP2), offloading, smaller dtypes, or an optimizer with less state."
         )
     if peak.bytes - state > _MUCH * peak.bytes:
         found.append(_judge_parts(peak))
@@ -37,9 +37,9 @@ def judge_peak(peak: PeakRow) -> list[str]:
 
 def _judge_optimizer(peak: PeakRow) -> str:
     return (
-        f"The peak is in the optimiser's step, not in activations: {_list_state(peak)}. Recomputing more does not "
-        "lower it. Update fused or parameter by parameter (`fused=True` or `foreach=False`), or shard or offload the "
-        "optimiser's state."
+        f"The peak is in the optimizer's step, not in activations: {_list_state(peak)}. Recomputing more does not "
+        "lower it. Use a fused update, or update one parameter at a time (`fused=True` or `foreach=False`), or shard "
+        "or offload the optimizer's state."
     )
 
 
@@ -97,7 +97,7 @@ def judge_allocator(entry: AllocatorEntry) -> str:
     )
     if unused > _MUCH * entry.reserved_bytes:
         return (
-            f"{start} The {format_bytes(unused)} between ({share}) is fragmentation and cache, not need: set "
+            f"{start} The {format_bytes(unused)} between ({share}) is fragmentation and cache, not tensors: set "
             "PYTORCH_ALLOC_CONF=expandable_segments:True, or use fewer different shapes."
         )
     return f"{start} {format_bytes(unused)} ({share}) is lost to fragmentation."

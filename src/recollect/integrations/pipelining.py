@@ -87,7 +87,7 @@ class SharedRecomputation:
         shared = [str(stage.stage_index) for stage in stages if _is_shared(stage)]
         if shared:
             message = (
-                f"pipeline stage {', '.join(shared)}: its two halves of backward share their recomputation already.\n"
+                f"pipeline stage {', '.join(shared)}: its two halves of backward already share their recomputation.\n"
                 "Call share_recomputation once for a stage, or remove() the first handle before."
             )
             raise ValueError(message)

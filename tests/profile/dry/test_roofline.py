@@ -42,7 +42,7 @@ def test_an_unknown_name_is_answered_with_the_known() -> None:
 
 def test_meta_is_no_device_to_estimate_for() -> None:
     with pytest.raises(
-        ValueError, match=r"^the model is on meta, which is no device: say which to estimate for, as dev"
+        ValueError, match=r"^the model is on meta, which is not a device: pass the one to estimate for, as in dev"
     ):
         find_device(torch.device("meta"))
 

@@ -150,7 +150,7 @@ def test_lazy_parameters_are_named_as_the_reason() -> None:
 
 def test_sparse_tensors_are_named_as_the_reason() -> None:
     expected = (
-        r"^a dry profile knows plain tensors only, and one of the model's or inputs' is Tensor with layout "
+        r"^a dry profile supports plain tensors only, and the model or its inputs hold a Tensor with layout "
         r"torch\.sparse_coo\. Profile a real step: dry=False$"
     )
     with pytest.raises(ValueError, match=expected), dry_step([], torch.eye(3).to_sparse(), device=CPU):
@@ -212,7 +212,7 @@ def test_operators_without_a_fake_form_are_named() -> None:
     library = torch.library.Library("recollect_dry", "FRAGMENT")
     library.define("unknown(Tensor x) -> Tensor")
     library.impl("unknown", lambda x: x.clone(), "CPU")
-    expected = r"^recollect_dry\.unknown\.default .*has no form for fake tensors, .*dry=False$"
+    expected = r"^recollect_dry\.unknown\.default .*does not support fake tensors, .*dry=False$"
     with pytest.raises(ValueError, match=expected), dry_step([], torch.ones(2), device=CPU) as dry:
         torch.ops.recollect_dry.unknown(dry.values)
     library._destroy()

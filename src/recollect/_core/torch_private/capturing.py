@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     message = (
         f"regions in compiled code need parts of torch that torch {torch.__version__} has not ({error}).\n"
-        "They were run on torch 2.11 and 2.13; regions in eager code work all the same. Use one of those versions, or "
+        "They are tested with torch 2.11 and 2.13; regions in eager code still work. Use one of those versions, or "
         "compile the model without its regions."
     )
     raise CompileError(message) from error

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from recollect._inspect.oom.watch import OomReport
 
 _WIDTH = 80
-_PHASES = {Phase.OPTIMIZER: "the optimiser's step"}
+_PHASES = {Phase.OPTIMIZER: "the optimizer's step"}
 
 
 def format_report(report: OomReport, *, top: int) -> str:
@@ -67,7 +67,7 @@ def _format_alive(report: OomReport) -> Iterator[str]:
     rows = [
         (alive.parameter_bytes, "parameters and buffers"),
         (alive.gradient_bytes, "gradients"),
-        (alive.optimizer_bytes, "optimiser state"),
+        (alive.optimizer_bytes, "optimizer state"),
         (alive.saved_bytes, "held for backward"),
         (alive.other_bytes, "other tensors" + _format_others(alive.others)),
     ]
@@ -139,7 +139,7 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
         return
     if not report.remedies:
         if report.alive.model and not report.is_fragmentation and not report.alive.compiled:
-            yield from _wrap("no module that had run holds what recomputing it would free: make the batch smaller")
+            yield from _wrap("recomputing would free nothing that modules hold so far: make the batch smaller")
         return
     yield "what recomputing would have freed" + (
         f" (missing: {format_bytes(report.missing_bytes)})" if report.missing_bytes else ""

@@ -366,8 +366,8 @@ def _find_notes(alive: Alive, place: Place) -> Iterator[str]:
     """What a reader has to know to judge the numbers."""
     if place.phase is Phase.OPTIMIZER:
         yield (
-            "memory ran out in the optimiser's step, where activations are mostly gone: recomputing modules does not "
-            "help there. Its state and its temporaries have to become smaller (foreach=False, fused=True, sharding)."
+            "memory ran out in the optimizer's step, where activations are mostly gone: recomputing modules does not "
+            "help there. Make its state and temporaries smaller (foreach=False, fused=True, sharding)."
         )
     if alive.calls > 1:
         yield (
@@ -375,7 +375,7 @@ def _find_notes(alive: Alive, place: Place) -> Iterator[str]:
             "something keeps an earlier result: append loss.item() or loss.detach() to lists, not the loss."
         )
     if alive.compiled:
-        yield "compiled code is one node of its graph: which module inside of it holds what cannot be told."
+        yield "compiled code is one node of the graph, so it is not known which module inside it holds what."
     if alive.forgotten:
         yield f"regions have let go of {count_noun(alive.forgotten, 'tensor')}, to be recomputed."
     if alive.unplaced_bytes:

@@ -68,4 +68,4 @@ def _backward(args: tuple[Any, ...]) -> Any:
 
 
 BACKWARDS: dict[str, Callable[[tuple[Any, ...]], Any]] = {"aten._cudnn_rnn_backward.default": _backward}
-"""Gives results of operators that have no form for fake tensors."""
+"""Gives results of operators that do not support fake tensors."""

@@ -151,7 +151,7 @@ def find_device(name: str | torch.device) -> Device:
     """
     wanted = str(name)
     if wanted == "meta":
-        message = "the model is on meta, which is no device: say which to estimate for, as device='H200'"
+        message = "the model is on meta, which is not a device: pass the one to estimate for, as in device='H200'"
         raise ValueError(message)
     if re.fullmatch(r"cuda(:\d+)?", wanted):
         if not torch.cuda.is_available():

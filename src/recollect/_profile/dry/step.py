@@ -1,4 +1,4 @@
-"""A step without memory: modules, optimisers and inputs whose tensors are fake while a context is entered.
+"""A step without memory: modules, optimizers and inputs whose tensors are fake while a context is entered.
 
 How it is used::
 
@@ -96,11 +96,11 @@ def dry_step(
     dtype: torch.dtype | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> Generator[DryStep]:
-    """Let modules, optimisers and values have fake tensors; puts everything back, also after errors.
+    """Let modules, optimizers and values have fake tensors; puts everything back, also after errors.
 
     Tensors may be on any device, ``meta`` included. Those that are one, or share memory, do so as fakes. Fake
     parameters have no gradient and no hooks. Put back are the modules' parameters, buffers and attributes, lists and
-    dicts among them, and the optimisers' groups and state.
+    dicts among them, and the optimizers' groups and state.
 
     Args:
         modules: whose parameters, buffers, and tensors among attributes are fake inside.
@@ -181,7 +181,7 @@ def _explained(modules: Iterable[nn.Module]) -> Generator[None]:
     except UNKNOWN_ERRORS as error:
         what = operator_in(error) or str(error)
         message = (
-            f"{what} {_locate(error, modules)}has no form for fake tensors, so that a dry profile cannot know what it "
+            f"{what} {_locate(error, modules)}does not support fake tensors, so a dry profile cannot know what it "
             "gives. Register one (torch.library.register_fake), or profile a real step: dry=False"
         )
         raise ValueError(message) from error

@@ -98,7 +98,8 @@ def checkpoint(
     if use_reentrant:
         message = (
             "use_reentrant=True is not supported in composable checkpoint: the reentrant engine runs its function "
-            "itself, and hooks have none to give.\nUse recollect.compat.checkpoint_wrapper, or leave use_reentrant out."
+            "itself, and hooks have no function to give it.\n"
+            "Use recollect.compat.checkpoint_wrapper, or leave use_reentrant out."
         )
         raise NotImplementedError(message)
     if unknown:

@@ -1,0 +1,260 @@
+"""The index of errors: every text that the library raises or warns with, read from its source, for `errors.md`.
+
+A text is what stands in ``raise`` or ``warnings.warn``: a string, a name that was assigned strings in the same
+function, or the strings that a function of ours returns. What cannot be resolved is an error of the build, so the page
+is complete. Each build makes it again, so it cannot go stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[1] / "src" / "recollect"
+
+TOPICS = {
+    "_apply": "Regions and models",
+    "_recompute": "Recomputation",
+    "_selective": "Selective recomputation",
+    "_policy": "Policies",
+    "policies": "Policies",
+    "_offload": "Offload",
+    "_profile": "Profiles",
+    "_inspect": "Profiles, reports and what is saved",
+    "_report": "Profiles, reports and what is saved",
+    "_plan": "Plans",
+    "_fit": "Plans",
+    "_compile": "torch.compile",
+    "compat": "recollect.compat",
+    "integrations": "Integrations",
+    "_core": "Everywhere",
+    "_cli": "The command line",
+}
+
+# What usually leads there, and what helps, where a text itself says no more than what is wrong.
+CAUSES = {
+    "TypeError": "An argument has another type than the function takes. Pass what the text says was expected.",
+    "ValueError": "An argument has a value that makes no sense there. Pass what the text says was expected.",
+    "NotImplementedError": "This combination is not supported. Leave one of the two out.",
+    "RuntimeError": "The call came at a time at which it cannot work. See the text for what has to happen first.",
+    "AttributeError": "The name is misspelled, or belongs to another version.",
+    "exit code 1 or 2": "Wrong usage, or your code failed. See `recollect COMMAND --help`.",
+    "ImportError": "A package is missing. Install it.",
+    "Warning": "The step goes on. The text says what was not done.",
+}
+_BUILTIN = (
+    "A check of ours failed, or torch behaved in a way that it does not in the tested versions. Please report it."
+)
+_DEEPEST = 5
+_NOT_OURS = {
+    "type",
+    "strerror",
+    "popleft",
+    "str",
+}  # a class, the system's own words, and what another function was given
+_TELLERS = {"fail": (0, "exit code 1 or 2"), "_say": (1, "UserWarning")}  # functions of ours, and where their text is
+_CONTROL = {"SystemExit", "KeyboardInterrupt", "StopIteration", "Exit", "AssertionError", "Abort"}
+
+
+Functions = dict[str, list[ast.AST]]
+"""The functions of the library, by their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One text."""
+
+    kind: str
+    text: str
+    file: str
+    line: int
+
+    @property
+    def topic(self) -> str:
+        return TOPICS.get(self.file.partition("/")[0].removesuffix(".py"), "Everywhere")
+
+    @property
+    def what(self) -> str:
+        """The first sentence."""
+        return re.split(r"(?<=[^.])[.;:](?:\s|$)|\n", self.text, maxsplit=1)[0].strip()
+
+    @property
+    def cure(self) -> str:
+        """What follows it: why, and what to do; from the kind of error where nothing does."""
+        rest = self.text[len(self.what) :].lstrip(".;: \n")
+        return rest or CAUSES.get(self.kind, CAUSES["Warning"] if self.kind.endswith("Warning") else _BUILTIN)
+
+
+def find_entries(source: Path = SOURCE) -> tuple[list[Entry], list[str]]:
+    """All texts, and the places whose text could not be found."""
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(source.rglob("*.py"))}
+    functions: Functions = {}
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.setdefault(node.name, []).append(node)
+    entries: list[Entry] = []
+    unknown: list[str] = []
+    for path, tree in trees.items():
+        file = path.relative_to(source).as_posix()
+        for kind, argument, scope, line in _find_raises(tree):
+            texts = list(dict.fromkeys(_resolve(argument, scope, functions, 0)))
+            texts = [text for text in texts if len(text.split()) > 1]
+            if not texts and not _is_passed_on(argument, scope):
+                unknown.append(f"{file}:{line}")
+            entries += (Entry(kind=kind, text=text, file=file, line=line) for text in texts)
+    seen: dict[tuple[str, str], Entry] = {}
+    for entry in entries:
+        seen.setdefault((entry.topic, entry.text), entry)
+    return sorted(seen.values(), key=lambda entry: (entry.topic, entry.text.lower())), unknown
+
+
+def _find_raises(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.AST, int]]:
+    """Each place that raises or warns with a text of its own: the class, the text, the function around it, the line."""
+    scopes: dict[int, ast.AST] = {}
+
+    def mark(node: ast.AST, scope: ast.AST) -> None:
+        inner = node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else scope
+        for child in ast.iter_child_nodes(node):
+            scopes[id(child)] = inner
+            mark(child, inner)
+
+    mark(tree, tree)
+    for node in ast.walk(tree):
+        scope = scopes.get(id(node), tree)
+        if isinstance(node, ast.Call) and (teller := _TELLERS.get(_name_of(node.func))):
+            place, kind = teller
+            if len(node.args) > place and (place or isinstance(node.func, ast.Name)):
+                yield kind, node.args[place], scope, node.lineno
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            name = _name_of(node.exc.func)
+            if name and name not in _CONTROL and name[0].isupper():
+                yield name, node.exc.args[-1 if name.endswith("OSError") else 0], scope, node.lineno
+        elif isinstance(node, ast.Call) and _name_of(node.func) == "warn" and node.args:
+            kinds = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "category")]
+            yield (_name_of(kinds[0]) if kinds else "") or "UserWarning", node.args[0], scope, node.lineno
+
+
+def _name_of(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _resolve(node: ast.AST, scope: ast.AST, functions: Functions, depth: int) -> Iterator[str]:
+    """The texts that an expression may have, with the names of what is filled in."""
+    if isinstance(node, ast.Constant | ast.JoinedStr):
+        yield from _write(node)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        right = next(_resolve(node.right, scope, functions, depth), "...")
+        for left in _resolve(node.left, scope, functions, depth):
+            yield f"{left}{right}"
+    elif isinstance(node, ast.IfExp):
+        yield from _resolve(node.body, scope, functions, depth)
+        yield from _resolve(node.orelse, scope, functions, depth)
+    elif isinstance(node, ast.Name) and depth < _DEEPEST:
+        for value in _find_values(node, scope):
+            yield from _resolve(value, scope, functions, depth + 1)
+    elif isinstance(node, ast.Call):
+        yield from _resolve_call(node, scope, functions, depth)
+
+
+def _resolve_call(node: ast.Call, scope: ast.AST, functions: Functions, depth: int) -> Iterator[str]:
+    """The texts that a function of ours gives, or that a list is joined from."""
+    if _name_of(node.func) == "join" and isinstance(node.args[0], ast.Name):
+        yield "\n".join(_find_parts(node.args[0].id, scope))
+        return
+    for function in functions.get(_name_of(node.func), ()) if depth < _DEEPEST else ():
+        for inner in ast.walk(function):
+            if isinstance(inner, ast.Return | ast.Yield) and inner.value is not None:
+                yield from _resolve(inner.value, function, functions, depth + 1)
+
+
+def _write(node: ast.Constant | ast.JoinedStr) -> Iterator[str]:
+    if isinstance(node, ast.JoinedStr):
+        parts = (part.value if isinstance(part, ast.FormattedValue) else part for part in node.values)
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else _placeholder(part) for part in parts)
+    elif isinstance(node.value, str):
+        yield node.value
+
+
+def _find_values(name: ast.Name, scope: ast.AST) -> list[ast.expr]:
+    """What a name was given before it is used here, since it was last raised: a function may raise several times."""
+    inside = list(ast.walk(scope))
+    raises = [
+        inner.lineno
+        for inner in inside
+        if isinstance(inner, ast.Raise)
+        and inner.lineno < name.lineno
+        and any(isinstance(part, ast.Name) and part.id == name.id for part in ast.walk(inner))
+    ]
+    since = max(raises, default=0)
+    values = [
+        inner.value
+        for inner in inside
+        if isinstance(inner, ast.Assign)
+        and since < inner.lineno <= name.lineno
+        and any(isinstance(target, ast.Name) and target.id == name.id for target in inner.targets)
+    ]
+    values += [
+        inner.iter
+        for inner in inside
+        if isinstance(inner, ast.For) and isinstance(inner.target, ast.Name) and inner.target.id == name.id
+    ]
+    return values or ([] if not since else _find_values(ast.Name(id=name.id, lineno=since), scope))
+
+
+def _find_parts(name: str, scope: ast.AST) -> Iterator[str]:
+    """The first texts that a list is made of, in the order of the source."""
+    for inner in ast.walk(scope):
+        if isinstance(inner, ast.Assign) and any(_name_of(target) == name for target in inner.targets):
+            yield from _resolve(inner.value.elts[0] if isinstance(inner.value, ast.List) else inner.value, scope, {}, 0)
+        elif isinstance(inner, ast.Call) and ast.unparse(inner.func) in (f"{name}.append", f"{name}.extend"):
+            yield from _resolve(inner.args[0], scope, {}, 0)
+
+
+def _is_passed_on(node: ast.AST, scope: ast.AST) -> bool:
+    """Whether the text was given to the function: whoever calls it has it. Or it is a bare name, and no text."""
+    if isinstance(node, ast.Constant) or (isinstance(node, ast.Call) and _name_of(node.func) in _NOT_OURS):
+        return True
+    if isinstance(node, ast.BoolOp):  # the system's words, or else the error's own
+        return all(isinstance(part, ast.Attribute | ast.Call) for part in node.values)
+    given = [part.arg for part in ast.walk(scope) if isinstance(part, ast.arg)]
+    return isinstance(node, ast.Name) and node.id in given
+
+
+def _placeholder(node: ast.AST) -> str:
+    """What is filled in, by the last of its names: ``{path}``."""
+    names = [_name_of(part) for part in ast.walk(node)]
+    plain = next((name for name in names if name and not name.startswith("_")), "")
+    return f"{{{plain}}}" if plain.isidentifier() else "{...}"
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Give Sphinx the directive ``error-index``."""
+    from docutils import nodes
+    from sphinx.util.docutils import SphinxDirective
+
+    class ErrorIndex(SphinxDirective):
+        def run(self) -> list[nodes.Node]:
+            entries, unknown = find_entries()
+            if unknown:
+                raise self.error(f"texts that cannot be found: {', '.join(unknown)}")
+            found: list[nodes.Node] = []
+            for topic in dict.fromkeys(entry.topic for entry in entries):
+                section = nodes.section(ids=[nodes.make_id(f"errors-{topic}")])
+                section += nodes.title(text=topic)
+                for entry in (entry for entry in entries if entry.topic == topic):
+                    item = nodes.definition_list_item()
+                    item += nodes.term("", "", nodes.literal(text=entry.what))
+                    meaning = nodes.definition()
+                    meaning += nodes.paragraph("", "", nodes.emphasis(text=entry.kind), nodes.Text(f". {entry.cure}"))
+                    item += meaning
+                    section += nodes.definition_list("", item)
+                found.append(section)
+            return found
+
+    app.add_directive("error-index", ErrorIndex)
+    return {"parallel_read_safe": True}

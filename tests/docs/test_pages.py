@@ -1,0 +1,90 @@
+"""The pages: complete, with links that lead somewhere, and a start that can be pasted into a fresh interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import recollect
+from tests.cli.commands import environment
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("api/*.md"))]
+
+
+@pytest.fixture(scope="module")
+def index() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("error_index", DOCS / "error_index.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["error_index"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_index_of_errors_has_every_text_that_is_raised(index: ModuleType) -> None:
+    entries, unknown = index.find_entries()
+    assert unknown == []
+    texts = [entry.text for entry in entries]
+    assert any(text.startswith("pattern {pattern} matches no module of") for text in texts)
+    assert any(text.startswith("region '{") and "saved tensor" in text for text in texts)
+    assert all(entry.what and entry.cure for entry in entries)
+
+
+def test_a_text_that_cannot_be_found_is_noticed(index: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("def f():\n    raise ValueError(made(elsewhere))\n", "utf-8")
+    assert index.find_entries(tmp_path) == ([], ["odd.py:2"])
+
+
+def test_a_text_is_split_into_what_and_what_to_do(index: ModuleType, tmp_path: Path) -> None:
+    message = "no plan fits {x}: the least is {x + 1}. Raise the budget"
+    source = f"def f(x):\n    message = f'{message}'\n    raise ValueError(message)\n"
+    (tmp_path / "fit.py").write_text(source, "utf-8")
+    ((entry,), unknown) = index.find_entries(tmp_path)
+    assert unknown == []
+    assert (entry.kind, entry.what) == ("ValueError", "no plan fits {x}")
+    assert entry.cure == "the least is {x}. Raise the budget"
+
+
+def test_every_public_name_is_on_one_page_of_the_reference() -> None:
+    pages = "\n".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
+    listed = re.findall(r"\.\. auto(?:function|class|exception):: recollect\.(\w+)\n", pages)
+    assert sorted(listed) == sorted(set(recollect.__all__) - {"policies"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    toc = "\n".join(path.read_text("utf-8") for path in (DOCS / "index.md", DOCS / "api/index.md"))
+    names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES[1:]} - {"index", "api/index"}
+    listed = {line.strip() for line in toc.splitlines()}
+    assert {name for name in names if name not in listed and name.removeprefix("api/") not in listed} == set()
+
+
+def test_the_start_can_be_pasted_into_a_fresh_interpreter() -> None:
+    text = (DOCS / "getting-started.md").read_text("utf-8")
+    lines = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... ")) or line in (">>>", "...")]
+    assert len(lines) > 30
+    done = subprocess.run(
+        [sys.executable, "-i", "-q", "-c", "import sys; sys.ps1 = sys.ps2 = ''"],
+        input="\n".join([*lines, "print('reached the end')", ""]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    assert "Error" not in done.stderr, done.stderr
+    assert done.stdout.endswith("reached the end\n")
