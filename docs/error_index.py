@@ -61,7 +61,7 @@ _CONTROL = {"SystemExit", "KeyboardInterrupt", "StopIteration", "Exit", "Asserti
 
 
 Functions = dict[str, list[ast.AST]]
-"""The functions of the library, by their names."""
+"""The functions and constants of the library, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,8 @@ def find_entries(source: Path = SOURCE) -> tuple[list[Entry], list[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign) and node.col_offset == 0:
+                functions.setdefault(_name_of(node.targets[0]), []).append(node)
     entries: list[Entry] = []
     unknown: list[str] = []
     for path, tree in trees.items():
@@ -155,7 +157,8 @@ def _resolve(node: ast.AST, scope: ast.AST, functions: Functions, depth: int) ->
         yield from _resolve(node.body, scope, functions, depth)
         yield from _resolve(node.orelse, scope, functions, depth)
     elif isinstance(node, ast.Name) and depth < _DEEPEST:
-        for value in _find_values(node, scope):
+        constants = [one.value for one in functions.get(node.id, ()) if isinstance(one, ast.Assign)]
+        for value in _find_values(node, scope) or constants:
             yield from _resolve(value, scope, functions, depth + 1)
     elif isinstance(node, ast.Call):
         yield from _resolve_call(node, scope, functions, depth)

@@ -70,7 +70,7 @@ class OomReport:
     """Whether there was enough, in pieces."""
     alive: Alive
     remedies: tuple[Remedy, ...]
-    """Modules to recompute, judged by this allocation alone: the model's blocks first, then what frees enough."""
+    """Modules to recompute, judged by this allocation alone. The model's blocks come first, then what frees enough."""
     notes: tuple[str, ...]
     rank: int | None
     """Of this process, among several."""
