@@ -41,7 +41,6 @@ class Offload:
     steps, when forward makes each value and when backward needs it; after that it fetches ahead of time.
 
     Attributes:
-        tier: in words, where values go.
         hooks: the pair that does it, as `torch.autograd.graph.saved_tensors_hooks` takes it.
     """
 

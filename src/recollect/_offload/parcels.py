@@ -41,6 +41,8 @@ class Parcel:
         is_changed: somebody wrote into it before it had left.
         stays: it is not sent.
         is_leaving: it is on its way out, and `alias` holds the memory meanwhile.
+        is_on_host: it is in host memory by nature, and needs no lanes.
+        lanes: those of its device.
         stream: the one that computed when it was saved.
         buffer: in host memory, once a copy to there was begun.
         out: the mark of that copy.
@@ -64,7 +66,9 @@ class Parcel:
         "is_changed",
         "is_constant",
         "is_leaving",
+        "is_on_host",
         "label",
+        "lanes",
         "number",
         "out",
         "owner",
@@ -87,6 +91,8 @@ class Parcel:
         self.owner = owner
         self.storage = ref(storage)
         self.start, self.size = stretch_of(tensor, storage)
+        self.is_on_host = owner.is_on_host(tensor.device)
+        self.lanes: Any = None if self.is_on_host else owner.lanes_of(tensor.device)
         self.dtype, self.device, self.version = tensor.dtype, tensor.device, version
         self.alias: Tensor | None = tensor.detach()
         self.codec: Codec | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,13 @@ def allocate_pageable(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
+def _round_up(size: int) -> int:
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+
+
 def aligned_bytes(size: int) -> Tensor:
     """Plain host memory that starts at a block, so that direct I/O reads into it without a detour."""
-    rounded = -(-size // ALIGNMENT) * ALIGNMENT
+    rounded = _round_up(size)
     whole = torch.empty(rounded + ALIGNMENT, dtype=torch.uint8)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start : start + rounded]
@@ -78,77 +82,90 @@ class PinnedPool:
         self.is_pinned = is_pinned
         self._allocate = allocate
         self._slabs: list[tuple[Tensor, Extents]] = []
-        # Of pieces given back: for each slab by offset the length, and the mark of a copy that may still use it. They
-        # never overlap: who is lent a piece takes the marks of all that it overlaps.
-        self._busy: list[dict[int, tuple[int, Any]]] = []
+        # Pieces that were given back wait here by their size: in a training step the same sizes come again and again.
+        self._waiting: dict[int, list[Buffer]] = {}
+        # Of pieces that were cut anew since: for each slab by offset their length, and the mark of a copy that may
+        # still use them. They never overlap: who is lent a piece takes the marks of all that it overlaps.
+        self._busy: list[dict[int, tuple[int, Sequence[Any]]]] = []
         # Given back from wherever a graph dies: in any thread, also in the midst of `take`. So it is only noted there.
-        self._returned: deque[tuple[int, int, int, Any]] = deque()
+        self._returned: deque[Buffer] = deque()
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
-        """Lent at this moment."""
+        """Lent at this moment, rounding included."""
         with self._lock:
             self._sort_returned()
-            return sum(extents.used_bytes for _, extents in self._slabs)
+            waiting = sum(len(same) * _round_up(size) for size, same in self._waiting.items())
+            return sum(extents.used_bytes for _, extents in self._slabs) - waiting
 
     def take(self, size: int) -> Buffer | None:
         """A piece of `size` bytes; None if the limit is reached."""
         with self._lock:
             self._sort_returned()
-            for number, (_, extents) in enumerate(self._slabs):
-                offset = extents.take(size)
-                if offset is not None:
-                    return self._lend(number, offset, size)
-            if not self._add_slab(size):
-                return None
-            offset = self._slabs[-1][1].take(size)
-            assert offset is not None
-            return self._lend(len(self._slabs) - 1, offset, size)
+            same = self._waiting.get(size)
+            if same:
+                return same.pop()
+            found = self._cut(size)
+            if found is None and self._waiting:
+                self._put_together()
+                found = self._cut(size)
+            if found is None and self._add_slab(size):
+                found = self._cut(size)
+            return found
 
-    def reserve(self, size: int) -> None:
-        """Take from the system now what will be needed to lend `size` bytes in all, as far as the limit lets."""
-        with self._lock:
-            while self.held_bytes < size and self._add_slab(1, hint=size - self.held_bytes):
-                pass
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Take from the system now what it will need to lend pieces of these sizes at a time, as far as it may."""
+        taken = [self.take(size) for size in sizes]
+        for buffer in taken:
+            if buffer is not None:
+                self.give_back(buffer)
 
     def give_back(self, buffer: Buffer, busy: Any = None) -> None:
         """Let others have a piece, once the copy that `busy` marks is done. Takes no lock."""
-        self._returned.append((buffer.slab, buffer.offset, buffer.bytes.numel(), busy))
+        buffer.busy = () if busy is None else (busy,)
+        self._returned.append(buffer)
 
     def trim(self) -> None:
-        """Give the system back every slab of which nothing is lent, if none is lent at all."""
+        """Give the system back all slabs, if nothing is lent."""
         with self._lock:
             self._sort_returned()
+            self._put_together()
             if not any(extents.used_bytes for _, extents in self._slabs):
                 self._slabs.clear()
                 self._busy.clear()
                 self.held_bytes = 0
 
-    def _lend(self, number: int, offset: int, size: int) -> Buffer:
-        data = self._slabs[number][0].narrow(0, offset, size)
-        marks = self._busy[number]
-        found = marks.get(offset)
-        if found is not None and found[0] == size:  # nearly always: the same sizes come again in each step
-            del marks[offset]
-            return Buffer(self, data, number, offset, () if found[1] is None else (found[1],))
-        over = [at for at, (length, _) in marks.items() if at < offset + size and offset < at + length]
-        left = [mark for mark in (marks.pop(at)[1] for at in over) if mark is not None]
-        return Buffer(self, data, number, offset, left)
+    def _cut(self, size: int) -> Buffer | None:
+        """A piece off a slab that has room."""
+        for number, (slab, extents) in enumerate(self._slabs):
+            offset = extents.take(size)
+            if offset is not None:
+                marks = self._busy[number]
+                over = [at for at, (length, _) in marks.items() if at < offset + size and offset < at + length]
+                left = [mark for at in over for mark in marks.pop(at)[1]]
+                return Buffer(self, slab.narrow(0, offset, size), number, offset, left)
+        return None
+
+    def _put_together(self) -> None:
+        """Give the pieces that wait back to their slabs, so that others can be cut."""
+        waiting, self._waiting = self._waiting, {}
+        for same in waiting.values():
+            for buffer in same:
+                size = buffer.bytes.numel()
+                self._slabs[buffer.slab][1].give_back(buffer.offset, size)
+                self._busy[buffer.slab][buffer.offset] = (size, buffer.busy)
 
     def _sort_returned(self) -> None:
         while self._returned:
-            number, offset, size, busy = self._returned.popleft()
-            self._slabs[number][1].give_back(offset, size)
-            self._busy[number][offset] = (size, busy)
+            buffer = self._returned.popleft()
+            self._waiting.setdefault(buffer.bytes.numel(), []).append(buffer)
 
-    def _add_slab(self, size: int, hint: int = 0) -> bool:
+    def _add_slab(self, size: int) -> bool:
         """Take one more slab that holds `size`; says whether the limit let it."""
-        needed = -(-size // ALIGNMENT) * ALIGNMENT
-        wish = max(hint, needed, min(self.held_bytes, _LARGEST_SLAB), _SMALLEST_SLAB)
+        needed = _round_up(size)
+        wish = max(needed, min(self.held_bytes, _LARGEST_SLAB), _SMALLEST_SLAB)
         slab = 1 << (wish - 1).bit_length()
-        if slab > _LARGEST_SLAB and needed <= _LARGEST_SLAB:
-            slab = _LARGEST_SLAB
         if self.limit is not None and self.held_bytes + slab > self.limit:
             slab = max((self.limit - self.held_bytes) // ALIGNMENT * ALIGNMENT, 0)
             if slab < needed:

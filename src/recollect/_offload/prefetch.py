@@ -63,7 +63,13 @@ class Timetable:
 
 
 def make_timetable(
-    values: Sequence[SeenValue], speeds: Speeds, *, in_flight: int, waits: bool, most_bytes: int | None = None
+    values: Sequence[SeenValue],
+    speeds: Speeds,
+    *,
+    in_flight: int,
+    waits: bool,
+    most_bytes: int | None = None,
+    has_room: Sequence[bool] | None = None,
 ) -> Timetable:
     """Choose what is sent, and when everything begins.
 
@@ -73,6 +79,7 @@ def make_timetable(
         in_flight: most bytes on their way out at a time, if the step may wait.
         waits: whether the step may wait for copies. If not, only what the link can carry beside forward is sent.
         most_bytes: that may be sent in all.
+        has_room: of each value, whether there is room for it elsewhere; None if there is for all.
 
     >>> first = SeenValue(bytes=100, made_s=0.0, used_s=10.0)
     >>> last = SeenValue(bytes=100, made_s=4.9, used_s=5.1)
@@ -81,9 +88,12 @@ def make_timetable(
     ((True, False), {1: [0]}, {1: [0]})
     """
     if waits:
+        # As if there were room for all: else the last of those that have it would seem to be needed at once.
         gone_s, delay_s = _send_waiting(values, speeds, in_flight, most_bytes)
+        gone_s = {at: end_s for at, end_s in gone_s.items() if has_room is None or has_room[at]}
     else:
-        gone_s, delay_s = _send_hidden(values, speeds, most_bytes), [0.0] * len(values)
+        gone_s = _send_hidden(values, speeds, most_bytes, has_room)
+        delay_s = [0.0] * len(values)
     late_s = delay_s[-1] if delay_s else 0.0
     fetches, order = _plan_fetches(values, speeds, gone_s, late_s)
     releases: dict[int, list[int]] = {}
@@ -100,7 +110,9 @@ def make_timetable(
     )
 
 
-def _send_hidden(values: Sequence[SeenValue], speeds: Speeds, most_bytes: int | None) -> dict[int, float]:
+def _send_hidden(
+    values: Sequence[SeenValue], speeds: Speeds, most_bytes: int | None, has_room: Sequence[bool] | None
+) -> dict[int, float]:
     """The values that the link can carry away beside forward, and when each is gone."""
     if not values:
         return {}
@@ -111,7 +123,7 @@ def _send_hidden(values: Sequence[SeenValue], speeds: Speeds, most_bytes: int | 
     for number, value in enumerate(values):
         end_s = max(free_s, value.made_s) + value.bytes / speeds.out
         returns_s = end_s + value.bytes / speeds.back
-        fits = most_bytes is None or sent + value.bytes <= most_bytes
+        fits = (most_bytes is None or sent + value.bytes <= most_bytes) and (has_room is None or has_room[number])
         is_back = value.used_s is None or returns_s < value.used_s
         if not value.is_held and fits and end_s <= deadline_s and is_back:
             gone_s[number], free_s, sent = end_s, end_s, sent + value.bytes

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 
 from recollect._core.operators import is_wrapper
 from recollect._core.scope import is_recomputing
-from recollect._core.torch_private.ambient import without_function_modes
-from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.ambient import function_mode_depth, without_function_modes
+from recollect._core.torch_private.dispatch import dispatch_mode_depth, without_dispatch_modes
 from recollect._core.torch_private.engine import current_pass, next_sequence, pop_hooks, push_hooks, when_pass_ends
 from recollect._core.torch_private.graph import is_parameter
 from recollect._core.torch_private.storages import count_holders
@@ -31,7 +32,7 @@ from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
 from recollect._offload.parcels import Handle, Parcel, Stayed, stretch_of
-from recollect._offload.prefetch import SeenValue, Speeds, make_timetable
+from recollect._offload.prefetch import SeenValue, Speeds, Timetable, make_timetable
 from recollect._offload.steps import Lesson, Lessons, Step
 from recollect._offload.streams import Clock, is_capturing
 from recollect._offload.transfers import Transfers
@@ -105,7 +106,7 @@ class Session:
 
     def settle(self) -> None:
         """Begin the way out of all that was packed: the operators that saved it have run."""
-        with self._lock, without_function_modes(), without_dispatch_modes():
+        with self._lock, unseen():
             self._flush(None)
         self._tell()
 
@@ -116,7 +117,7 @@ class Session:
         """
         if not self._travels(tensor):
             return self._pack_wrapper(tensor) if is_wrapper(tensor) else Stayed(tensor)
-        with self._lock, without_function_modes(), without_dispatch_modes():
+        with self._lock, unseen():
             storage = tensor.untyped_storage()
             version = tensor._version  # noqa: SLF001
             sequence = next_sequence()
@@ -143,7 +144,7 @@ class Session:
         if type(handle) is _Wrapped:
             return handle.rebuild([self.unpack(part) for part in handle.parts])
         parcel: Parcel = handle.parcel
-        with self._lock, without_function_modes(), without_dispatch_modes():
+        with self._lock, unseen():
             self._flush(None)
             running = current_pass()
             self._enter_pass(parcel, running)
@@ -200,16 +201,16 @@ class Session:
         step = self._step
         if step is None or step.has_backward:
             step = self._open_step()
-        is_host = self.transfers.is_on_host(parcel)
-        if not is_host:
-            parcel.stream = self.transfers.lanes_of(parcel.device).current()
+        if not parcel.is_on_host:
+            parcel.stream = parcel.lanes.current()
         parcel.codec = self.options.compression.codec_for(parcel.dtype, parcel.size)
         if parcel.codec is not None:
             parcel.travel_bytes = parcel.codec.encoded_bytes(parcel.size)
         parcel.step, parcel.number = step, len(step.parcels)
         step.parcels.append(ref(parcel))
         step.signatures.append((parcel.size, tensor.shape, tensor.dtype, tensor.device))
-        step.note_made(parcel, self._clock_of(parcel))
+        if step.accounts.measures:
+            step.note_made(parcel, self._clock_of(parcel))
         self._foresee(step)
         if self._sends(step, parcel):
             self._pending.append((ref(parcel), sequence))
@@ -297,9 +298,10 @@ class Session:
             step.leaving.popleft()
 
     def _has_left(self, parcel: Parcel) -> bool:
-        if self.transfers.is_on_host(parcel):
+        if parcel.is_on_host:
             return parcel.written is None or parcel.written.future.done()
-        return self.transfers.lanes_of(parcel.device).clock.is_past(parcel.out)
+        clock = self._clock_of(parcel)
+        return clock.is_past(parcel.out)
 
     def _let_go(self, step: Step, number: int) -> None:
         """Let go of the memory of what will have left by now, as the timetable has it."""
@@ -329,11 +331,12 @@ class Session:
         if parcel.number not in step.used:
             if parcel.alias is None and parcel.storage() is not None:
                 step.held.add(parcel.number)
-            is_host = self.transfers.is_on_host(parcel)
-            stream = None if is_host else self.transfers.lanes_of(parcel.device).current()
             if not step.has_backward:
                 self._begin_backward(step)
-            step.note_used(parcel.number, self._clock_of(parcel), stream)
+            step.used.add(parcel.number)
+            if step.accounts.measures:
+                stream = None if parcel.is_on_host else parcel.lanes.current()
+                step.note_used(parcel.number, self._clock_of(parcel), stream)
         self._release_done(step)
 
     def _begin_backward(self, step: Step) -> None:
@@ -359,12 +362,15 @@ class Session:
                 parcel = step.parcels[one]()
                 if parcel is not None and parcel.reading is not None and parcel.reading.future.done():
                     self.transfers.fetch(parcel)
+        if not step.due:
+            return
         flying = sum(step.flying.values())
         while step.due:
             one = step.due[0]
             parcel = step.parcels[one]()
             if parcel is not None and one not in step.used and parcel.alias is None and parcel.returned is None:
-                if flying and flying + parcel.size > self.options.in_flight:
+                is_foreseen = table is not None and not self.options.waits  # late in backward there is room enough
+                if flying and flying + parcel.size > self.options.in_flight and not is_foreseen:
                     return
                 self.transfers.fetch(parcel)
                 self._came_back.append(ref(parcel))
@@ -395,9 +401,8 @@ class Session:
     # Learning.
 
     def _clock_of(self, parcel: Parcel) -> Clock:
-        if self.transfers.is_on_host(parcel):
-            return self.transfers.host_clock
-        return self.transfers.lanes_of(parcel.device).clock
+        clock: Clock = self.transfers.host_clock if parcel.is_on_host else parcel.lanes.clock
+        return clock
 
     def _open_step(self) -> Step:
         if self._step is not None:
@@ -457,21 +462,44 @@ class Session:
         if known is not None:  # what was held stays held: it was not sent since, so nobody could see it
             pairs = zip(values, known.values, strict=True)
             values = tuple(replace(now, is_held=now.is_held or before.is_held) for now, before in pairs)
-        pool = None if self.transfers.host is None or self.transfers.slow is not None else self.transfers.host.pool
-        most = None if pool is None else pool.limit
-        if pool is not None and times_seen > _LEARNING_STEPS:
-            most = pool.held_bytes  # nothing is pinned any more once a step is known
-        waits, in_flight = self.options.waits, self.options.in_flight
-        table = None
-        if waits or times_seen >= _LEARNING_STEPS:
-            table = make_timetable(values, speeds, in_flight=in_flight, waits=waits, most_bytes=most)
-        if table is not None and pool is not None and times_seen == _LEARNING_STEPS:
-            pool.reserve(table.sent_bytes)
+        table, has_room = None, None if known is None else known.has_room
+        if self._steps % _MEASURED_EVERY == 0:
+            has_room = None  # once in a while what is sent may grow
+        if self.options.waits or times_seen >= _LEARNING_STEPS:
+            table = self._make_timetable(values, speeds, has_room)
+            if has_room is None and times_seen >= _LEARNING_STEPS:
+                has_room = table.sends
+                self._pin(values, has_room)
         self._lessons.add(
             Lesson(
-                signatures=tuple(step.signatures), values=values, speeds=speeds, timetable=table, times_seen=times_seen
+                signatures=tuple(step.signatures),
+                values=values,
+                speeds=speeds,
+                timetable=table,
+                times_seen=times_seen,
+                has_room=has_room,
             )
         )
+
+    def _make_timetable(
+        self, values: tuple[SeenValue, ...], speeds: Speeds, has_room: tuple[bool, ...] | None
+    ) -> Timetable:
+        """For the next step. Once room is pinned, only what it was pinned for is sent."""
+        pool = None if self.transfers.host is None or self.transfers.slow is not None else self.transfers.host.pool
+        return make_timetable(
+            values,
+            speeds,
+            in_flight=self.options.in_flight,
+            waits=self.options.waits,
+            most_bytes=None if pool is None else pool.limit,
+            has_room=has_room,
+        )
+
+    def _pin(self, values: tuple[SeenValue, ...], sends: tuple[bool, ...]) -> None:
+        """Pin what a step will need, so that later ones pin nothing."""
+        if self.transfers.host is not None:
+            sizes = (value.bytes for value, is_sent in zip(values, sends, strict=True) if is_sent)
+            self.transfers.host.pool.reserve(sizes)
 
     # Words.
 
@@ -502,6 +530,19 @@ class Session:
                 "recollect.apply(model)."
             )
             warnings.warn(message, UserWarning, stacklevel=3)
+
+
+_seen = nullcontext()
+
+
+def unseen() -> AbstractContextManager[object]:
+    """A context in which no mode of anybody sees our copies. Nearly always there is none, and it does nothing."""
+    if not function_mode_depth() and not dispatch_mode_depth():
+        return _seen
+    stack = ExitStack()
+    stack.enter_context(without_function_modes())
+    stack.enter_context(without_dispatch_modes())
+    return stack
 
 
 def _is_leaf(tensor: Tensor) -> bool:

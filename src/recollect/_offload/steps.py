@@ -24,13 +24,23 @@ _MOST_LESSONS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What was learnt of a step: the signatures of its values, and what to do with them the next time."""
+    """What was learnt of a step: the signatures of its values, and what to do with them the next time.
+
+    Attributes:
+        signatures: of its values, in order.
+        values: what was seen of them.
+        speeds: of the link.
+        timetable: for the next step; None while too little was seen.
+        times_seen: how often such a step was measured.
+        has_room: for which values room was pinned; None while that is still to be done.
+    """
 
     signatures: tuple[Signature, ...]
     values: tuple[SeenValue, ...]
     speeds: Speeds
     timetable: Timetable | None
     times_seen: int
+    has_room: tuple[bool, ...] | None = None
 
 
 class Lessons:
@@ -106,15 +116,13 @@ class Step:
 
     def note_made(self, parcel: Parcel, clock: Clock) -> None:
         """A value is saved."""
-        if self.accounts.measures:
-            self.clock = clock
-            self._made.append((clock.mark(parcel.stream), len(self.accounts.stalls)))
-            self._sizes.append(parcel.travel_bytes)
+        self.clock = clock
+        self._made.append((clock.mark(parcel.stream), len(self.accounts.stalls)))
+        self._sizes.append(parcel.travel_bytes)
 
     def note_used(self, number: int, clock: Clock, stream: Any) -> None:
         """Backward asks for a value for the first time."""
-        self.used.add(number)
-        if self.accounts.measures and number not in self._asked:
+        if number not in self._asked:
             self._asked[number] = (clock.mark(stream), len(self.accounts.stalls))
 
     def is_done(self) -> bool:

@@ -142,9 +142,9 @@ class Transfers:
             lanes = self._lanes[device] = self._make_lanes(device)
         return lanes
 
-    def is_on_host(self, parcel: Parcel) -> bool:
-        """Whether a value is in host memory by nature, with no lanes to travel on."""
-        return parcel.device.type == "cpu" and self._make_lanes is DeviceLanes
+    def is_on_host(self, device: torch.device) -> bool:
+        """Whether values there are in host memory by nature, with no lanes to travel on."""
+        return device.type == "cpu" and self._make_lanes is DeviceLanes
 
     # Out.
 
@@ -158,7 +158,7 @@ class Transfers:
             return
         flat = bytes_of(alias.untyped_storage(), parcel.start, parcel.size)
         try:
-            if self.is_on_host(parcel):
+            if parcel.is_on_host:
                 self._send_from_host(parcel, flat)
             else:
                 self._send_from_device(parcel, flat)
@@ -175,7 +175,7 @@ class Transfers:
             parcel.stays = True
             self._stays_for_lack(parcel)
             return
-        lanes = self.lanes_of(parcel.device)
+        lanes: Lanes = parcel.lanes
         copy = Copy(buffer.bytes, flat, parcel.stream, buffer.busy, self.accounts.out_times)
         if parcel.codec is not None:
             copy.through = parcel.codec.encode
@@ -227,14 +227,14 @@ class Transfers:
         alias = parcel.alias
         if not parcel.is_leaving or alias is None:
             return
-        if self.is_on_host(parcel):
+        if parcel.is_on_host:
             assert parcel.written is not None
             start = time.perf_counter()
             parcel.written.future.result()
             self.accounts.note_stall(self.host_clock, start, time.perf_counter())
             self._end_leaving(parcel)
             return
-        lanes = self.lanes_of(parcel.device)
+        lanes: Lanes = parcel.lanes
         # Waits and frees on the stream on which the value was saved: where its memory may be freed in plain training.
         self._hold(lanes, parcel.stream, parcel.out)
         if alias._version != parcel.version:  # noqa: SLF001
@@ -274,7 +274,7 @@ class Transfers:
             return
         if not self._is_in_host_memory(parcel):
             reading = parcel.reading or self._read(parcel)
-            if self.is_on_host(parcel) or not reading.future.done():
+            if parcel.is_on_host or not reading.future.done():
                 return
         self._bring(parcel)
 
@@ -294,7 +294,7 @@ class Transfers:
         else:
             assert parcel.buffer is not None
             data = parcel.buffer.bytes
-        if self.is_on_host(parcel):
+        if parcel.is_on_host:
             # What is in a buffer of the pool must not outlive the parcel.
             data = data.clone() if reading is None else data
             parcel.returned = data if parcel.codec is None else parcel.codec.decode(data, parcel.size)
@@ -302,7 +302,7 @@ class Transfers:
             if listeners:
                 self._tell(Move.RETURNS, parcel, parcel.returned.untyped_storage())
             return
-        lanes = self.lanes_of(parcel.device)
+        lanes: Lanes = parcel.lanes
         stream = lanes.current()
         target = torch.empty(parcel.size, dtype=torch.uint8, device=parcel.device)
         copy = Copy(target, data, stream, () if parcel.out is None else (parcel.out,), self.accounts.back_times)
@@ -328,7 +328,7 @@ class Transfers:
             if reading.buffer is not None:
                 self._give_back(reading.buffer, None)
             raise OffloadError(self._describe(parcel, "could not be read back", error)) from error
-        if self.is_on_host(parcel):
+        if parcel.is_on_host:
             self.accounts.note_stall(self.host_clock, start, time.perf_counter())
         else:
             self.accounts.note_host_stall(time.perf_counter() - start)
@@ -352,7 +352,7 @@ class Transfers:
         if listeners:
             self._tell(Move.IS_BACK, parcel, None)
         if parcel.back is not None:
-            lanes = self.lanes_of(parcel.device)
+            lanes: Lanes = parcel.lanes
             stream = lanes.current()
             self._hold(lanes, stream, parcel.back)
             if stream != parcel.stream:
@@ -364,7 +364,7 @@ class Transfers:
         """Hold what came back no longer: the backward pass has it, or does not want it."""
         returned, parcel.returned = parcel.returned, None
         if returned is not None and parcel.back is not None and parcel.asked > 0:
-            self.lanes_of(parcel.device).lend(returned, is_out=False)
+            parcel.lanes.lend(returned, is_out=False)
 
     def forget(self, parcel: Parcel) -> None:
         """A parcel dies, wherever: in any thread, also in the midst of other work here. Takes no lock."""
@@ -372,9 +372,9 @@ class Transfers:
             self._left_early.append(parcel.size)
             alias = parcel.alias
             if alias is not None and parcel.out is not None:
-                self.lanes_of(parcel.device).lend(alias, is_out=True)
+                parcel.lanes.lend(alias, is_out=True)
         if parcel.returned is not None and parcel.back is not None and parcel.asked > 0:
-            self.lanes_of(parcel.device).lend(parcel.returned, is_out=False)
+            parcel.lanes.lend(parcel.returned, is_out=False)
         if parcel.reading is not None:
             self._abandon(parcel.reading)
         written = parcel.written
@@ -424,7 +424,7 @@ class Transfers:
 
     def _keep_after_failure(self, parcel: Parcel, reason: str) -> None:
         assert self.slow is not None
-        if self.is_on_host(parcel):
+        if parcel.is_on_host:
             parcel.stays = True
         self._say(
             "slow",
@@ -433,7 +433,7 @@ class Transfers:
         )
 
     def _read(self, parcel: Parcel) -> ReadJob:
-        buffer = None if self.is_on_host(parcel) else self._take_staging(parcel.travel_bytes)
+        buffer = None if parcel.is_on_host else self._take_staging(parcel.travel_bytes)
         data = aligned_bytes(parcel.travel_bytes) if buffer is None else buffer.bytes
         job = parcel.reading = ReadJob(data, buffer)
         assert parcel.written is not None

@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import _C, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["DispatchMode", "alias_with_version", "without_dispatch_modes"]
+__all__ = ["DispatchMode", "alias_with_version", "dispatch_mode_depth", "without_dispatch_modes"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -76,6 +76,10 @@ class DispatchMode(TorchDispatchMode):
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator is called: run it."""
         return func(*args, **kwargs)
+
+
+dispatch_mode_depth: Callable[[], int] = _C._len_torch_dispatch_stack
+"""How many dispatch modes are on. Costs 50 ns."""
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:

@@ -1,0 +1,101 @@
+"""The pool of host memory: pieces come again, never overlap, and carry the marks of copies that may still use them."""
+
+import itertools
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recollect._offload.extents import Extents
+from recollect._offload.pinned import Buffer, PinnedPool, allocate_pageable
+
+
+def make_pool(limit: int | None = None) -> PinnedPool:
+    return PinnedPool(limit, allocate_pageable)
+
+
+def take(pool: PinnedPool, size: int) -> Buffer:
+    buffer = pool.take(size)
+    assert buffer is not None
+    return buffer
+
+
+def test_a_piece_of_the_same_size_comes_again_with_its_mark() -> None:
+    pool = make_pool()
+    first = take(pool, 5000)
+    mark: Any = object()
+    pool.give_back(first, mark)
+    again = take(pool, 5000)
+    assert again.bytes.data_ptr() == first.bytes.data_ptr()
+    assert list(again.busy) == [mark]
+    pool.give_back(again)
+    assert list(take(pool, 5000).busy) == []
+
+
+def test_a_piece_cut_anew_carries_the_marks_of_all_that_it_overlaps() -> None:
+    pool = make_pool(2**20)
+    pieces = [take(pool, 2**18) for _ in range(4)]
+    marks: list[Any] = [object() for _ in pieces]
+    for piece, mark in zip(pieces, marks, strict=True):
+        pool.give_back(piece, mark)
+    half = take(pool, 2**19)
+    other = take(pool, 2**19)
+    assert {*half.busy, *other.busy} == set(marks)
+    assert len(half.busy) == len(other.busy) == 2
+
+
+def test_a_step_that_comes_again_takes_nothing_from_the_system() -> None:
+    pool = make_pool()
+    sizes = [100_000, 3_000_000, 100_000, 70_000, 3_000_000]
+    counts = []
+    for _ in range(3):
+        for buffer in [take(pool, size) for size in sizes]:
+            pool.give_back(buffer)
+        counts.append(pool.allocations)
+    assert counts == [counts[0]] * 3
+    assert pool.used_bytes == 0
+
+
+def test_what_is_reserved_is_there() -> None:
+    pool = make_pool()
+    sizes = [300_000, 500_000, 700_000] * 3
+    pool.reserve(sizes)
+    before = pool.allocations
+    assert len([take(pool, size) for size in sizes]) == 9
+    assert pool.allocations == before
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 200_000)), max_size=60))
+def test_pieces_never_overlap_and_never_pass_the_limit(actions: list[tuple[bool, int]]) -> None:
+    pool = make_pool(2**20)
+    lent: list[Buffer] = []
+    for gives, size in actions:
+        if gives and lent:
+            pool.give_back(lent.pop(size % len(lent)))
+        elif (buffer := pool.take(size)) is not None:
+            lent.append(buffer)
+        spans = sorted((one.bytes.data_ptr(), one.bytes.data_ptr() + one.bytes.numel()) for one in lent)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert pool.held_bytes <= 2**20
+    for buffer in lent:
+        pool.give_back(buffer)
+    assert pool.used_bytes == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3000)), max_size=60))
+def test_extents_never_overlap(actions: list[tuple[bool, int]]) -> None:
+    extents = Extents(size=2**14, alignment=256)
+    taken: list[tuple[int, int]] = []
+    for gives, size in actions:
+        if gives and taken:
+            extents.give_back(*taken.pop(size % len(taken)))
+        elif (offset := extents.take(size)) is not None:
+            taken.append((offset, size))
+        ordered = sorted(taken)
+        ends = [offset + size for offset, size in ordered]
+        assert all(end <= start for end, (start, _) in zip(ends, ordered[1:], strict=False))
+        assert all(end <= 2**14 for end in ends)
+    for piece in taken:
+        extents.give_back(*piece)
+    assert extents.used_bytes == 0
+    assert extents.take(2**14) == 0
