@@ -191,3 +191,34 @@ def test_without_scipy_it_says_what_to_install() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'recollect[plan]'" in found.stdout
+
+
+def test_whole_modules_go_to_the_host_where_that_is_allowed_and_gradients_stay() -> None:
+    torch.manual_seed(0)
+    model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
+    seen = recollect.profile(model, *inputs, dry=True, device="H200")
+    plan = recollect.plan(seen, budget=seen.peak_bytes * 9 // 10, tiers="host", link_bytes_per_s=1e13)
+    sent = [region for region in plan.regions if region.way == "offload"]
+    assert sent
+    assert all(region.offloaded_bytes for region in sent)
+    alone = recollect.plan(seen, budget=seen.peak_bytes * 9 // 10)
+    assert plan.step_s <= alone.step_s
+    expected = gradients(model, inputs)
+    with recollect.apply(model, Plan.from_json(plan.to_json())) as handle:
+        with pytest.warns(UserWarning, match="values that are in host memory already stay"):  # there is no device here
+            gradients(model, inputs)
+        found = [gradients(model, inputs) for _ in range(3)]
+        assert "offload to host" in str(handle)
+    assert all(are_equal(expected, one) for one in found)
+
+
+def test_other_tiers_and_speeds_are_refused() -> None:
+    model, inputs = MODELS["GPT"]()
+    seen = recollect.profile(model, *inputs)
+    with pytest.raises(ValueError, match="tiers='tape': expected 'host', or None to send nothing away"):
+        recollect.plan(seen, budget="min", tiers="tape")
+    with pytest.raises(ValueError, match="the step runs in host memory already"):
+        recollect.plan(seen, budget="min", tiers="host")
+    dry = recollect.profile(model, *inputs, dry=True, device="H200")
+    with pytest.raises(ValueError, match="link_bytes_per_s=0: expected a number above 0"):
+        recollect.plan(dry, budget="min", tiers="host", link_bytes_per_s=0)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from recollect._apply.options import Choices
-from recollect._apply.rules import Rule
+from recollect._apply.rules import Rule, describe_away
 from recollect._apply.targets import Target, by_name
 from recollect._core.forecasts import PlannedRegion
 from recollect._core.patterns import nearest_paths, quote_all
 from recollect._core.plans import Plan
+from recollect._offload.offload import Offload, make_offload
 from recollect._policy.by_plan import follow_plan
 
-_RERUN = "rerun"
+_RERUN, _OFFLOAD = "rerun", "offload"
 
 
 def choose_planned(
@@ -34,16 +35,20 @@ def choose_planned(
         raise ValueError(message)
     names = by_name(targets)
     chosen: list[tuple[Target, Rule]] = []
+    away = make_offload()
     for region in plan.regions:
         target = names.get(region.path)
         why = _misfit(region, target, names)
         if target is None or why:
             raise ValueError(_refuse(model, plan, why))
-        chosen.append((target, _make_rule(plan, region)))
+        chosen.append((target, _make_rule(plan, region, away)))
     return chosen
 
 
-def _make_rule(plan: Plan, region: PlannedRegion) -> Rule:
+def _make_rule(plan: Plan, region: PlannedRegion, away: Offload) -> Rule:
+    if region.way == _OFFLOAD:
+        text = f"plan {plan.name}".rstrip()
+        return Rule(matches=lambda name, module: True, choices=None, text=text, what=describe_away(away), away=away)
     policy = None if region.way == _RERUN else follow_plan(plan, region.path)
     keeps = f", keep {region.keeps}" if region.keeps else ""
     return Rule(

@@ -13,7 +13,7 @@ class PlannedRegion:
         path: of the module.
         kind: the name of its class.
         way: how its values come back: ``"rerun"`` runs the module again, ``"serve"`` does so without the calls whose
-            results are kept, ``"replay"`` makes single calls again.
+            results are kept, ``"replay"`` makes single calls again, ``"offload"`` sends what it saves elsewhere.
         plain_bytes: what it holds between forward and backward in the plain step.
         kept_bytes: what it holds under the plan.
         offloaded_bytes: what waits in other memory than the device's.

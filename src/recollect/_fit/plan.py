@@ -17,15 +17,19 @@ from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import Bound
 from recollect._plan.solvers.highs import import_scipy
 from recollect._plan.write import take_fingerprint, write_choices, write_regions
+from recollect._profile.links import measure_copies
 
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
 _FRAGMENTATION = 0.03
+_PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
 
 def plan(
     profile: Profile,
     *,
     budget: int | str,
+    tiers: str | None = None,
+    link_bytes_per_s: float | None = None,
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -39,6 +43,10 @@ def plan(
         budget: the most that tensors may have of the device at any time of the whole step, parameters, gradients and
             optimiser state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
             share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step.
+        tiers: ``"host"`` allows to send what whole modules save to host memory, as far as the link carries it beside
+            the computation; by default everything stays or is recomputed.
+        link_bytes_per_s: how fast that link is; by default measured, or for a device that is not here what PCIe of its
+            time gives.
         name: what reports call the plan; by default the model and the budget.
         progress: called now and then with how many candidates were judged, and how many there are at least.
 
@@ -47,7 +55,7 @@ def plan(
 
     Raises:
         BudgetError: no plan fits; it says what the smallest peak is, what sets it, and what would lower it.
-        ValueError: the budget cannot be read, or the profile is not one of a plain step with a backward pass.
+        ValueError: the budget or `tiers` cannot be read, or the profile is none of a plain step with a backward.
         ImportError: scipy, with whose HiGHS plans are solved, cannot be imported.
 
     >>> import torch, recollect
@@ -66,7 +74,7 @@ def plan(
     """
     import_scipy()
     asked = parse_budget(budget, device_bytes=_find_device_bytes(profile))
-    work = _work_for(profile)
+    work = _work_for(profile, None if tiers is None else _find_speed(tiers, profile, link_bytes_per_s))
     frontier = work.frontier(progress)
     margin = _find_margin(profile, asked)
     if asked.text == FASTEST:
@@ -87,8 +95,8 @@ def plan(
 class _Work:
     """What is worked out of one profile, for all budgets; lives with the profile."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.problem = Problem(profile)
+    def __init__(self, profile: Profile, link_bytes_per_s: float | None) -> None:
+        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s)
         self._frontier: Frontier | None = None
 
     def frontier(self, progress: Callable[[int, int], None] | None = None) -> Frontier:
@@ -104,11 +112,44 @@ class _Work:
         return Bound(self.problem)
 
 
-def _work_for(profile: Profile) -> _Work:
-    work = profile.derived.setdefault("plan", None)
+def _work_for(profile: Profile, link_bytes_per_s: float | None) -> _Work:
+    key = f"plan {link_bytes_per_s}"
+    work = profile.derived.get(key)
     if not isinstance(work, _Work):
-        work = profile.derived["plan"] = _Work(profile)
+        work = profile.derived[key] = _Work(profile, link_bytes_per_s)
     return work
+
+
+def _find_speed(tiers: str, profile: Profile, said: float | None) -> float:
+    """How fast values go to host memory and back; the slower way counts.
+
+    Raises:
+        ValueError: there is no such tier, or the speed is none.
+    """
+    if tiers != "host":
+        message = f"tiers={tiers!r}: expected 'host', or None to send nothing away"
+        raise ValueError(message)
+    if profile.clock is Clock.HOST:
+        message = f"tiers={tiers!r}: the step runs in host memory already, and sending values there frees nothing"
+        raise ValueError(message)
+    if said is not None:
+        if said <= 0:
+            message = f"link_bytes_per_s={said!r}: expected a number above 0"
+            raise ValueError(message)
+        return said
+    known = profile.derived.get("link")
+    if not isinstance(known, float):
+        known = profile.derived["link"] = _measure_link(profile)
+    return known
+
+
+def _measure_link(profile: Profile) -> float:
+    import torch
+
+    if profile.is_dry or not torch.cuda.is_available():
+        return _PCIE_BYTES_PER_S
+    speeds = [link.bytes_per_s for link in measure_copies(torch.device("cuda")) if "pinned" in link.name]
+    return min(speeds, default=_PCIE_BYTES_PER_S)
 
 
 def _find_device_bytes(profile: Profile) -> int | None:

@@ -7,12 +7,13 @@ no plan is worse than a standard policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from recollect._plan.journeys import IN_FLIGHT_BYTES
 from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
 from recollect._plan.problem import Problem
-from recollect._plan.rehearse import Rehearsal, Way, rehearse
+from recollect._plan.rehearse import Rehearsal, Way, find_sent, rehearse
 from recollect._plan.segments import Segment, find_chains
 from recollect._plan.solvers.chain import choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
@@ -20,6 +21,9 @@ from recollect._plan.ways import find_way
 
 _BUDGETS = 40
 _NARROWINGS = 12
+_FEWER_BUDGETS = 16
+_BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 2 * IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
+_SENT_SHARES = (0.34, 0.67, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +138,37 @@ def _solve(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> Iter
     for _ in range(_NARROWINGS):
         middle = (low + high) // 2
         low, high = (low, middle) if choose_options(options, rest, middle) is not None else (middle, high)
-    for number in range(_BUDGETS + 1):
-        budget = high + (plain.peak_bytes - high) * number // _BUDGETS
-        chosen = choose_options(options, rest, budget)
-        if chosen is not None:
-            yield [(segment, weighed.option) for segment, weighed in zip(chain, chosen, strict=True)]
+    for sent in (frozenset[int](), *_choose_sent(problem, chain)):
+        away = {at: weigh(problem, chain[at], Option(way=Way.OFFLOAD), plain) for at in sent}
+        mixed = [[away[at]] if at in away else own for at, own in enumerate(options)]
+        steps = _FEWER_BUDGETS if sent else _BUDGETS
+        lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
+        for number in range(steps + 1):
+            chosen = choose_options(mixed, rest, lowest + (plain.peak_bytes - lowest) * number // steps)
+            if chosen is not None:
+                yield [(segment, weighed.option) for segment, weighed in zip(chain, chosen, strict=True)]
+
+
+def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[frozenset[int]]:
+    """Which segments to send away: as many as the link carries beside forward, evenly spread, the first ones first."""
+    speed = problem.link_bytes_per_s
+    if not speed:
+        return
+    known: set[frozenset[int]] = set()
+    for limit in _BACKLOGS_BYTES:
+        backlog, sent = 0.0, list[int]()
+        for at, segment in enumerate(chain[:-1]):
+            size = sum(problem.sizes[storage] for storage in find_sent(problem, segment.runs))
+            if size and (not backlog or backlog + size <= limit):
+                sent.append(at)
+                backlog += size
+            passed = sum(problem.seconds[segment.runs[0].first : segment.runs[-1].stop])
+            backlog = max(0.0, backlog - passed * speed)
+        for share in _SENT_SHARES:
+            some = frozenset(sent[: max(1, round(len(sent) * share))])
+            if some and some not in known:
+                known.add(some)
+                yield some
 
 
 def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:

@@ -16,6 +16,7 @@ from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved
 from recollect._core.decisions import Site
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
+from recollect._plan.journeys import LEAST_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class Problem:
 
     Attributes:
         profile: the step.
+        link_bytes_per_s: how fast values can be sent away and back; None if they stay.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
@@ -71,9 +73,9 @@ class Problem:
         ValueError: the step has no backward, more than one, or was profiled under regions.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, link_bytes_per_s: float | None = None) -> None:
         _check(profile)
-        self.profile = profile
+        self.profile, self.link_bytes_per_s = profile, link_bytes_per_s
         self.calls = profile.calls
         self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
         self.forward_count = profile.forward_count
@@ -94,6 +96,7 @@ class Problem:
             self.saved_by[edge.storage].add(edge.by)
         self._asked, self.released = self._read_backward()
         self.last_use = self._find_last_uses()
+        self._lasting = [at for at in range(len(self.spans)) if self.sizes[at] and self.is_lasting(at)]
         self._runs = self._find_runs()
 
     def runs_of(self, path: str) -> list[Run]:
@@ -109,6 +112,28 @@ class Problem:
         """Whether nobody but the run holds it between forward and backward."""
         of_step = self.profile.storages[storage].lifetime is not Lifetime.VALUE or self.spans[storage][1] is None
         return not of_step and all(run.first <= by < run.stop for by in self.saved_by.get(storage, ()))
+
+    def is_lasting(self, storage: int) -> bool:
+        """Whether a storage is there until the end of the step, or was before it."""
+        start, end = self.spans[storage]
+        return start < 0 or end is None
+
+    def lasting_at(self, moment: int) -> list[int]:
+        """The storages that no schedule can do without at a call, because they live through the step or to its end."""
+        return [
+            at
+            for at in self._lasting
+            if self.spans[at][0] <= moment and (self.spans[at][1] is None or (self.spans[at][1] or 0) > moment)
+        ]
+
+    def is_sent(self, storage: int, runs: Sequence[Run]) -> bool:
+        """Whether a storage leaves the device if what these runs save is sent away."""
+        one, (_, end) = self.profile.storages[storage], self.spans[storage]
+        if one.lifetime is not Lifetime.VALUE or end is None or self.sizes[storage] < LEAST_BYTES:
+            return False
+        savers = self.saved_by[storage]
+        is_held = end > max(self.released.get(by, 0) for by in savers) or storage not in self.last_use
+        return not is_held and all(any(run.first <= by < run.stop for run in runs) for by in savers)
 
     def sites(self, run: Run) -> Iterator[tuple[int, int, Site]]:
         """The values that a region of this run would ask a policy about: call, storage and site, region-relative."""

@@ -8,11 +8,13 @@ adds, and takes Python variables to let go of a forgotten value with its last us
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from recollect._plan.journeys import Journey, find_absences
 from recollect._plan.problem import Problem, Run
 
 
@@ -21,16 +23,17 @@ class Way(enum.Enum):
 
     RERUN: the module runs again, up to the last value that is saved. SERVE: so it does, and calls whose results were
     kept are given them. REPLAY: single calls are made again, when backward asks for what they give, starting from
-    values that were kept.
+    values that were kept. OFFLOAD: they come back from where they were sent.
     """
 
     RERUN = "rerun"
     SERVE = "serve"
     REPLAY = "replay"
+    OFFLOAD = "offload"
 
 
 _REGION_S = 60e-6
-_PER_CALL_S = {Way.RERUN: (1e-6, 0.0), Way.SERVE: (12e-6, 12e-6), Way.REPLAY: (4e-6, 4e-6)}
+_PER_CALL_S = {Way.RERUN: (1e-6, 0.0), Way.SERVE: (12e-6, 12e-6), Way.REPLAY: (4e-6, 4e-6), Way.OFFLOAD: (4e-6, 0.0)}
 
 
 def find_overhead_s(way: Way, calls: int, again: int) -> float:
@@ -94,7 +97,7 @@ class Rehearsal:
 
 def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:
     """The forward calls that run again, by the backward call that they run before."""
-    if run.start is None:
+    if run.start is None or treatment.way is Way.OFFLOAD:
         return []
     if treatment.way is not Way.REPLAY:
         calls = range(run.first, run.last_needed)
@@ -160,10 +163,11 @@ class _Stage:
         ends: dict[int, int] = {}  # of the first copies, where regions change them; by step
         copies: list[tuple[int, int, int]] = []  # of values that are made again: from step, to step, bytes
         for run, treatment in self._chosen:
-            for storage in run.needs:
+            for storage in run.needs if treatment.way is not Way.OFFLOAD else ():
                 if storage not in treatment.kept:
                     ends[storage] = self._end_without(run, storage)
         self._follow(ends, copies)
+        waits_s = self._send_away(ends, copies)
         changes = [0] * (len(steps) + 1)
         held = problem.profile.fixed_bytes
         for storage, (start, end) in enumerate(problem.spans):
@@ -190,9 +194,38 @@ class _Stage:
             calls=tuple(steps),
             places=tuple(self._at),
             again_s=sum(problem.seconds[steps[step]] for step in self._owners)
-            + (self._overhead_s if problem.is_host_bound else 0.0),
-            step_s=self._time(),
+            + (self._overhead_s if problem.is_host_bound else 0.0)
+            + waits_s,
+            step_s=self._time() + waits_s,
         )
+
+    def _send_away(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> float:
+        """What goes elsewhere and comes back; gives how long the step waits for that."""
+        problem, speed = self._problem, self._problem.link_bytes_per_s
+        runs = [run for run, treatment in self._chosen if treatment.way is Way.OFFLOAD]
+        if not runs or not speed:
+            return 0.0
+        sent = find_sent(problem, runs)
+        clock = list(itertools.accumulate((problem.seconds[call] for call in self._steps), initial=0.0))
+        journeys = [
+            Journey(
+                bytes=problem.sizes[storage],
+                made_s=clock[self._at[max(problem.saved_by[storage])] + 1],
+                used_s=clock[self._before[asked]],
+            )
+            for storage, asked in sent.items()
+        ]
+        absences, waits_s = find_absences(journeys, speed)
+        for storage, absence in zip(sent, absences, strict=True):
+            end = problem.spans[storage][1]
+            assert end is not None
+            gone = max(bisect.bisect_left(clock, absence.gone_s), self._at[problem.last_use[storage]] + 1)
+            gone = max(gone, ends.get(storage, 0))
+            back, stop = bisect.bisect_right(clock, absence.back_s) - 1, self._before[end]
+            if gone < back < stop:
+                ends[storage] = gone
+                copies.append((back, stop, problem.sizes[storage]))
+        return waits_s
 
     def _time(self) -> float:
         problem, again = self._problem, [self._steps[step] for step in self._owners]
@@ -261,6 +294,16 @@ class _Stage:
             return
         known = ends.get(storage)
         ends[storage] = max(step, self._before[max(end or 0, start)] if known is None else known)
+
+
+def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:
+    """The storages that go away if these runs are offloaded, and the backward call that first asks for each."""
+    asked: dict[int, int] = {}
+    for run in runs:
+        for moment, storages in run.asks:
+            for storage in storages:
+                asked[storage] = min(asked.get(storage, moment), moment)
+    return {storage: moment for storage, moment in asked.items() if problem.is_sent(storage, runs)}
 
 
 def _read_outside(problem: Problem, run: Run) -> Iterable[int]:

@@ -14,7 +14,7 @@ from recollect._core.plans import Choice
 from recollect._core.profiles import Profile
 from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Treatment, Way, find_recomputed
+from recollect._plan.rehearse import Treatment, Way, find_recomputed, find_sent
 from recollect._plan.segments import Segment
 from recollect._plan.ways import find_groups
 
@@ -64,6 +64,7 @@ def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
         assert option.way is not None
         plain = kept = 0
         again_s = 0.0
+        sent = find_sent(problem, segment.runs) if option.way is Way.OFFLOAD else ()
         for run, treatment in option.treat(problem, segment):
             mine = [storage for storage in run.needs if problem.is_evictable(storage, run)]
             plain += sum(problem.sizes[storage] for storage in mine)
@@ -77,9 +78,10 @@ def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
             way=option.way.value,
             plain_bytes=plain,
             kept_bytes=kept,
+            offloaded_bytes=sum(problem.sizes[storage] for storage in sent),
             again_s=again_s,
             parameter_bytes=sum(size for name, size in owned.items() if name.startswith(f"{segment.path}.")),
-            keeps=_describe_kept(problem, segment.runs[0], option),
+            keeps="all, elsewhere" if sent else _describe_kept(problem, segment.runs[0], option),
         )
 
 

@@ -1,13 +1,17 @@
 """How quick a step can be at all within a budget, if values are only recomputed.
 
-Whatever a schedule does, at the end of forward it holds some values within the budget, and what backward needs beyond
-those it makes again. The least that takes, as a linear program over the whole step, is a bound for every schedule:
-regions, modules and the order of backward play no part in it. Offloading is not bounded by it.
+Take any moment of backward. Whatever a schedule does, it holds then what the call reads and makes, what is there all
+the time, and some of the values that later calls need; the rest of those it makes again. The least that takes, as a
+linear program over the whole step, is a bound for every schedule: regions, modules and the order of backward play no
+part in it. Two moments are tried: the turn from forward to backward, and the one that presses most. Offloading is not
+bounded by it.
 """
 
 from __future__ import annotations
 
-from recollect._plan.problem import Problem
+from collections.abc import Collection
+
+from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.keep_sets import Program
 
 
@@ -16,19 +20,49 @@ class Bound:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._runs = problem.runs_of("")
-        self._program = Program(problem, self._runs[0], is_bound=True) if len(self._runs) == 1 else None
-        turn = problem.forward_count
-        levels = problem.profile.timeline.bytes_at[turn - 1 : turn + 1]
-        held = self._program.plain_bytes if self._program is not None else 0
-        self._fixed = max(0, min(levels) - held)
+        runs = problem.runs_of("")
+        self._programs = _make_programs(problem, runs[0]) if len(runs) == 1 else []
 
     def seconds(self, budget_bytes: int) -> float | None:
         """The least time of the step; None if it cannot be told."""
-        if self._program is None:
+        if not self._programs:
             return None
         plain = self._problem.plain_s
         if budget_bytes >= self._problem.profile.peak_bytes:
             return plain
-        again = self._program.least_s(max(0, budget_bytes - self._fixed))
-        return None if again is None else plain + again
+        least = [program.least_s(max(0, budget_bytes - fixed)) for program, fixed in self._programs]
+        return plain + max((again for again in least if again is not None), default=0.0)
+
+
+def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:
+    """For the moments that are tried: what later calls need, and the bytes that are there in any case."""
+    lasts: dict[int, int] = {}
+    for moment, storages in run.asks:
+        for storage in storages:
+            if storage in run.makes:
+                lasts[storage] = moment
+    pressing, most = problem.forward_count, -1
+    waiting = dict(sorted(lasts.items(), key=lambda item: -item[1]))
+    for moment in range(problem.forward_count, max(lasts.values(), default=problem.forward_count)):
+        while waiting and next(reversed(waiting.values())) <= moment:
+            waiting.popitem()
+        pressure = _count_fixed(problem, moment, waiting) + sum(problem.sizes[storage] for storage in waiting)
+        if pressure >= most:
+            pressing, most = moment, pressure
+    found = []
+    for moment in dict.fromkeys((problem.forward_count, pressing)):
+        later = frozenset(storage for storage, last in lasts.items() if last > moment)
+        found.append((Program(problem, run, needs=later), _count_fixed(problem, moment, later)))
+    return found
+
+
+def _count_fixed(problem: Problem, moment: int, later: Collection[int]) -> int:
+    """The bytes that are there at a call in any case: what lives through the step, what the call reads and makes."""
+    call = problem.calls[moment]
+    touched = {*problem.reads[moment], *(value.storage for value in call.outputs)}.difference(later)
+    return (
+        problem.profile.fixed_bytes
+        + call.workspace_bytes
+        + sum(problem.sizes[at] for at in problem.lasting_at(moment))
+        + sum(problem.sizes[at] for at in touched if not problem.is_lasting(at))
+    )

@@ -62,12 +62,18 @@ class Model:
         return len(self._lower) - 1
 
     def solve(
-        self, *, limits: dict[int, float] | None = None, seconds: float = 10.0, is_whole: bool = True
+        self,
+        *,
+        limits: dict[int, float] | None = None,
+        more_costs: dict[int, float] | None = None,
+        seconds: float = 10.0,
+        is_whole: bool = True,
     ) -> list[float] | None:
         """The cheapest values; None if there are none, or none was found in time.
 
         Args:
             limits: other upper bounds for some rows.
+            more_costs: what some variables cost besides.
             seconds: when to stop and take the best so far.
             is_whole: whether each must be 0 or 1; else anything between.
         """
@@ -82,9 +88,10 @@ class Model:
         upper = list(self._upper)
         for row, most in (limits or {}).items():
             upper[row] = most
-        scale = max(*self._costs, 1e-30)
+        costs = [cost + (more_costs or {}).get(column, 0.0) for column, cost in enumerate(self._costs)]
+        scale = max(*costs, 1e-30)
         found = optimize.milp(
-            [cost / scale for cost in self._costs],
+            [cost / scale for cost in costs],
             integrality=1 if is_whole else 0,
             bounds=optimize.Bounds(0.0, self._most),
             constraints=optimize.LinearConstraint(self._matrix, self._lower, upper),

@@ -23,6 +23,7 @@ from recollect._plan.ways import find_groups
 _SLICES = 12
 _LONGEST_S = 1.0
 _HALF = 0.5
+_MOST_CORNERS = 24
 _FEW = 6
 _LIMIT_ROW = 0
 
@@ -54,7 +55,8 @@ def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
 
 
 def _try_slices(program: Program) -> Iterator[frozenset[int]]:
-    """The quickest choices for so many twelfths of what the plain run holds."""
+    """The corners of the lower hull of bytes and seconds, and between them the quickest for so many bytes."""
+    yield from program.find_corners()
     for number in range(_SLICES + 1):
         kept = program.solve(program.plain_bytes * number // _SLICES)
         if kept is not None:
@@ -82,19 +84,22 @@ def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
 class Program:
     """The choice for one run as a program of 0s and 1s.
 
+    With `needs`, for a bound: only these are asked for, and whatever no executor could do is allowed.
+
     Attributes:
         plain_bytes: what the run holds for backward if nothing is forgotten.
         keepable: the storages made in the run that can be kept.
         has_groups: whether some of its calls are kept together or not at all.
     """
 
-    def __init__(self, problem: Problem, run: Run, *, is_bound: bool = False) -> None:
-        self._problem, self._run, self._is_bound = problem, run, is_bound
+    def __init__(self, problem: Problem, run: Run, *, needs: frozenset[int] | None = None) -> None:
+        self._problem, self._run, self._is_bound = problem, run, needs is not None
+        self._needs = run.needs if needs is None else needs
         self._calls = self._find_calls()
         self._values = self._find_values()
         self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
         self._kept = {storage: at for at, storage in enumerate(self._values, len(self._calls))}
-        self.plain_bytes = sum(problem.sizes[storage] for storage in run.needs if problem.is_evictable(storage, run))
+        self.plain_bytes = sum(problem.sizes[storage] for storage in self._needs if problem.is_evictable(storage, run))
         self.keepable = [
             storage for storage, value in self._values.items() if storage in run.makes and value.can_be_kept
         ]
@@ -107,7 +112,7 @@ class Program:
 
     def _find_calls(self) -> list[int]:
         """The calls that lie on the way to something that backward asks for."""
-        missing, found = list(self._run.needs), set[int]()
+        missing, found = list(self._needs), set[int]()
         while missing:
             for call in self._run.makes[missing.pop()]:
                 if call not in found:
@@ -122,7 +127,7 @@ class Program:
         for call in self._calls:
             for storage in problem.makes[call]:
                 held_anyway = not problem.is_evictable(storage, run)
-                size = 0 if held_anyway and storage in run.needs else problem.sizes[storage]
+                size = 0 if held_anyway and storage in self._needs else problem.sizes[storage]
                 found[storage] = _Value(storage, size, self._is_bound or len(run.makes[storage]) == 1)
             for storage in problem.reads[call]:
                 end = problem.spans[storage][1]
@@ -155,11 +160,11 @@ class Program:
             for storage in problem.reads[call]:
                 read_by[storage].append(call)
         for storage in self._values:
-            makers = run.makes.get(storage, ())
+            makers = tuple(call for call in run.makes.get(storage, ()) if call in self._again)
             readers = [call for call in read_by[storage] if call not in makers]
             for maker in makers or (None,):
                 made = {} if maker is None else {self._again[maker]: 1.0}
-                if storage in run.needs:
+                if storage in self._needs:
                     yield {self._kept[storage]: 1.0, **made}, 1.0
                 for reader in readers:
                     yield {self._kept[storage]: 1.0, **made, self._again[reader]: -1.0}, 0.0
@@ -174,6 +179,41 @@ class Program:
         values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=_LONGEST_S)
         if values is None:
             return None
+        return self._read_kept(values)
+
+    def find_corners(self) -> Iterator[frozenset[int]]:
+        """The choices that are best for some price of a byte. Mixed among many blocks, no others are needed."""
+        ends = [self._price(0.0), self._price(float("inf"))]
+        stack = [(ends[0], ends[1])]
+        yield from (kept for end in ends if end is not None for kept in [end[0]])
+        for _ in range(_MOST_CORNERS):
+            if not stack:
+                return
+            left, right = stack.pop(0)
+            if left is None or right is None or left[1] <= right[1] or left[2] >= right[2]:
+                continue
+            slope = (right[2] - left[2]) / (left[1] - right[1])
+            middle = self._price(slope)
+            if middle is None or not right[1] < middle[1] < left[1]:
+                continue
+            line = left[2] + (left[1] - middle[1]) * slope
+            if middle[2] < line * (1 - 1e-6):
+                yield middle[0]
+                stack += [(left, middle), (middle, right)]
+
+    def _price(self, seconds_per_byte: float) -> tuple[frozenset[int], int, float] | None:
+        """The best choice if bytes have a price: what it keeps, how many bytes, and the seconds of what runs again."""
+        price = min(seconds_per_byte, 1.0)  # a second for a byte: nothing is worth that
+        prices = {self._kept[at]: value.bytes * price for at, value in self._values.items() if value.bytes}
+        values = self._model.solve(more_costs=prices, seconds=_LONGEST_S)
+        if values is None:
+            return None
+        kept = self._read_kept(values)
+        size = sum(self._values[storage].bytes for storage in kept)
+        seconds = sum(self._problem.seconds[call] for call, at in self._again.items() if values[at] > _HALF)
+        return kept, size, seconds
+
+    def _read_kept(self, values: list[float]) -> frozenset[int]:
         return frozenset(
             storage
             for storage, at in self._kept.items()
