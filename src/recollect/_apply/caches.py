@@ -160,5 +160,16 @@ def switches_for(model: nn.Module, regions: Iterable[nn.Module]) -> Iterator[Cac
             yield CacheSwitch(module, type(module).__name__)
 
 
+def describe_twice(regions: Iterable[nn.Module]) -> str | None:
+    """What to say where Transformers' own switch is on for regions, too; None where it is not."""
+    count = sum(getattr(module, "gradient_checkpointing", False) is True for module in regions)
+    if not count:
+        return None
+    return (
+        f"Transformers' own gradient checkpointing is on for {count} of the regions, which are recomputed twice. Call "
+        "model.gradient_checkpointing_disable(), or use recollect.integrations.transformers.enable(model)"
+    )
+
+
 def _can_cache(module: nn.Module) -> bool:
     return _USE_CACHE in inspect.signature(module.forward).parameters

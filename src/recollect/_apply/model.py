@@ -16,7 +16,7 @@ from torch import nn
 
 from recollect._apply.applied import AppliedPlace, describe_places, write_html
 from recollect._apply.blocks import find_blocks
-from recollect._apply.caches import switches_for
+from recollect._apply.caches import describe_twice, switches_for
 from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices, refuse_unknown
 from recollect._apply.planned import choose_planned
@@ -234,14 +234,22 @@ def apply(
     for entry in _find_sent(chosen):
         handle._put(entry)  # noqa: SLF001
     handle._away = list({id(rule.away): rule.away for _, rule in chosen if rule.away is not None}.values())  # noqa: SLF001
-    switches = list(switches_for(model, [target.module for target in regions.values()]))
+    _put_switches(handle, model, [target.module for target in _regions_in(chosen)])
+    _log.info("%s", handle)
+    return handle
+
+
+def _put_switches(handle: Applied, model: nn.Module, regions: list[nn.Module]) -> None:
+    """Keep models of Transformers from filling a cache while they train, and from recomputing twice."""
+    twice = describe_twice(regions)
+    if twice is not None:
+        warnings.warn(twice, UserWarning, stacklevel=3)
+    switches = list(switches_for(model, regions))
     for switch in switches:
         handle._put(switch)  # noqa: SLF001
     if switches:
         note = f"{switches[0].name} fills no key/value cache while it trains; generate() keeps its own."
         handle._notes.append(note)  # noqa: SLF001
-    _log.info("%s", handle)
-    return handle
 
 
 def remove(model: nn.Module) -> None:

@@ -1,0 +1,73 @@
+"""Accelerate: regions as a hook of its kind. Tested with accelerate 1.15.
+
+`recollect.apply` before or after ``accelerator.prepare`` does the same; this is for code that keeps what it does to a
+model in hooks. Where an FSDP plugin has ``activation_checkpointing=True``, `recollect.compat.install` puts this engine
+under it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from recollect._apply.model import Applied, Rules, apply
+from recollect._policy.base import PolicyLike
+from recollect.integrations.extras import require
+
+if TYPE_CHECKING:
+    ModelHook = object
+else:
+    ModelHook = require("accelerate.hooks", extra="accelerate").ModelHook
+
+
+class RecollectHook(ModelHook):
+    """For ``accelerate.hooks.add_hook_to_module(model, RecollectHook(...), append=True)``.
+
+    ``remove_hook_from_module`` undoes it.
+
+    Args:
+        rules: as for `recollect.apply`; by default the repeated blocks are recomputed.
+        policy: as for `recollect.apply`.
+        every: as for `recollect.apply`.
+        first: as for `recollect.apply`.
+
+    Attributes:
+        handle: what `recollect.apply` returned, while the hook is on a model.
+
+    >>> import torch
+    >>> from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+    >>> from recollect.integrations.accelerate import RecollectHook
+    >>> layer = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    >>> model, hook = torch.nn.Sequential(layer(), layer()), RecollectHook()
+    >>> model = add_hook_to_module(model, hook)
+    >>> hook.handle
+    recollect.apply: 2 regions in Sequential
+    module  class       what       rule
+    0-1     Sequential  recompute  repeated blocks
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model = remove_hook_from_module(model)
+    """
+
+    def __init__(
+        self,
+        rules: Rules | None = None,
+        *,
+        policy: PolicyLike | str | None = None,
+        every: int | None = None,
+        first: int | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {"rules": rules, "policy": policy, "every": every, "first": first}
+        self.handle: Applied | None = None
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when it is put on a model."""
+        self.handle = apply(module, **self._options)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when it is taken off the model."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+        return module

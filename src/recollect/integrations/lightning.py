@@ -1,0 +1,65 @@
+"""Lightning: a callback that makes a module's parts regions for the time of a fit. Tested with lightning 2.6."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recollect._apply.model import Applied, Rules, apply
+from recollect._policy.base import PolicyLike
+from recollect.integrations.extras import require
+
+if TYPE_CHECKING:
+    Callback = object
+else:
+    Callback = require("lightning", extra="lightning").Callback
+
+
+class RecollectCallback(Callback):
+    """For ``Trainer(callbacks=[...])``: `recollect.apply` when a fit begins, undone when it ends or fails.
+
+    Any strategy: the regions are made after the strategy has wrapped the model, and checkpoints do not show them.
+
+    Args:
+        rules: as for `recollect.apply`, a plan too; by default the repeated blocks are recomputed.
+        policy: as for `recollect.apply`.
+        every: as for `recollect.apply`.
+        first: as for `recollect.apply`.
+
+    Attributes:
+        handle: what `recollect.apply` returned, during a fit.
+
+    >>> from recollect.integrations.lightning import RecollectCallback
+    >>> callback = RecollectCallback({"net.layers.*": "selective"})
+    """
+
+    def __init__(
+        self,
+        rules: Rules | None = None,
+        *,
+        policy: PolicyLike | str | None = None,
+        every: int | None = None,
+        first: int | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {"rules": rules, "policy": policy, "every": every, "first": first}
+        self.handle: Applied | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called by the trainer, after the strategy has set the model up."""
+        del trainer
+        self._undo()
+        self.handle = apply(pl_module, **self._options)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Called by the trainer."""
+        del trainer, pl_module
+        self._undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Called by the trainer."""
+        del trainer, pl_module, exception
+        self._undo()
+
+    def _undo(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None

@@ -1,0 +1,68 @@
+"""The callback for Lightning: the same training, to the bit, and a module as it was afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from recollect.integrations.lightning import RecollectCallback
+from tests.models import GPT
+
+# What Lightning warns about is its own.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = torch.arange(84).reshape(12, 7) * 5 % 32
+
+
+class Task(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.net = GPT()
+        self.fails, self.again = fails, 0
+        self.net.layers[0].register_forward_pre_hook(lambda *_: None)
+
+    def training_step(self, tokens: Tensor) -> Tensor:
+        if self.fails:
+            message = "out of luck"
+            raise ValueError(message)
+        self.again += sum("forward" in vars(layer) for layer in self.net.layers)
+        result: Tensor = nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+        return result
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(task: Task, path: Path, callbacks: list[Any]) -> None:
+    trainer = lightning.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=path, callbacks=callbacks,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    trainer.fit(task, DataLoader(TOKENS, batch_size=3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "selective"}, {"rules": {"net.layers.*": "full"}, "every": 2}], ids=str
+)
+def test_lightning_trains_as_without_the_callback(options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [RecollectCallback(**options)]):
+        torch.manual_seed(0)
+        task = Task()
+        fit(task, tmp_path, callbacks)
+        assert task.again == (0 if not callbacks else 8 if "every" in options else 16)
+        assert not any("forward" in vars(module) for module in task.modules())
+        found.append(list(task.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_fit_that_fails_leaves_a_plain_module(tmp_path: Path) -> None:
+    task = Task(fails=True)
+    with pytest.raises(ValueError, match="out of luck"):
+        fit(task, tmp_path, [RecollectCallback()])
+    assert not any("forward" in vars(module) for module in task.modules())

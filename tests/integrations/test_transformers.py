@@ -1,0 +1,217 @@
+"""`enable` and the callback, with the real packages: Transformers, its Trainer, PEFT and TRL."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+import recollect
+from recollect.integrations.transformers import RecollectCallback, enable
+from tests.integrations.small_models import TOKENS, batch, build
+
+# What these packages warn about is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def gradients(model: Any, **options: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(**batch("llama"), **options).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_enable_takes_the_place_of_the_own_switch() -> None:
+    model = build("llama")
+    expected = gradients(model, use_cache=False)
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match=r"own gradient checkpointing is on for 4 of the regions.*recomputed twice"):
+        recollect.apply(model).remove()
+    with enable(model) as handle:
+        assert not model.is_gradient_checkpointing
+        assert len(handle.places) == 4
+        assert all(map(torch.equal, gradients(model), expected))
+
+
+def test_a_budget_is_kept() -> None:
+    model = build("llama")
+    expected = gradients(model, use_cache=False)
+    model.zero_grad()
+    inputs = batch("llama")
+    plain = recollect.profile(model, kwargs={**inputs, "use_cache": False}, dry=True)
+    smallest = recollect.plan(plain, budget="min").peak_bytes
+    limit = (plain.peak_bytes + smallest) // 2
+    with enable(model, budget=limit, inputs=inputs) as handle:
+        assert handle.places
+        assert recollect.profile(model, kwargs=inputs, dry=True).peak_bytes <= limit
+        assert all(map(torch.equal, gradients(model), expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"budget": "1GiB"}, r"budget='1GiB' needs inputs=, a batch that the model is called with"),
+        ({"budget": "1GiB", "policy": "full", "every": 2}, r"so policy, every cannot be given with it"),
+    ],
+)
+def test_a_budget_without_what_it_needs_is_refused(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        enable(build("llama"), **options)
+
+
+def test_a_model_of_another_kind_is_sent_to_apply() -> None:
+    with pytest.raises(TypeError, match=r"there is none in Linear; for other models use recollect\.apply\(model\)"):
+        enable(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("rules", ["full", "selective"])
+def test_adapters_train_on_a_frozen_base_wrapped_before_or_after(order: str, rules: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    plain = get_peft_model(build("llama"), config)
+    expected = gradients(plain, use_cache=False)
+    torch.manual_seed(0)
+    model = build("llama")
+    if order == "before":
+        enable(model, rules)
+    wrapped = get_peft_model(model, config)
+    if order == "after":
+        handle = enable(wrapped, rules)
+        assert [place.name for place in handle.places] == [f"base_model.model.model.layers.{n}" for n in range(4)]
+    wrapped.load_state_dict(plain.state_dict())
+    found = gradients(wrapped)
+    assert len(found) == len(expected) == 16
+    assert all(map(torch.equal, found, expected))
+    assert all(p.grad is None for name, p in wrapped.named_parameters() if "lora" not in name)
+
+
+class Sentences(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        row = (TOKENS[0] + index) % 32
+        return {"input_ids": row, "labels": row}
+
+
+def train(model: Any, tmp_path: Path, callbacks: list[Any], data: Any = None, **options: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, **options,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=data or Sentences(), callbacks=callbacks)
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "selective"}, {"budget": "min"}, {"own": True}, {"torch_compile": True}], ids=str
+)
+def test_the_trainer_trains_as_without_the_callback(options: dict[str, Any], tmp_path: Path) -> None:
+    """With dropout, so that random numbers count, and the batch that a budget looks at."""
+    is_compiled = options.pop("torch_compile", False)
+    own: Any = {"gradient_checkpointing": True} if options.pop("own", False) else {}
+    if is_compiled:
+        own = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    models = []
+    for callbacks in ([], [RecollectCallback(**options)]):
+        model = build("llama" if is_compiled else "gpt2")
+        seen: list[int] = []
+        counts = Count(seen)
+        train(model, tmp_path, [*callbacks, counts], **(own if callbacks or is_compiled else {}))
+        assert bool(seen.pop()) == bool(callbacks)  # a plan may leave layers out
+        assert not any("forward" in vars(module) for module in model.modules())
+        models.append(model)
+    assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
+
+
+class Count(RecollectCallback):
+    """Counts the regions when training begins, after the one it stands behind."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        del args, state, control
+        modules = given["model"].modules()
+        self._seen.append(sum(type(vars(module).get("forward")).__name__ == "StandIn" for module in modules))
+
+
+def test_a_stream_of_data_needs_a_batch_for_a_budget(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([Sentences()[n] for n in range(8)])
+
+    with pytest.raises(ValueError, match=r"budget= needs inputs=, a batch, where the training data is a stream"):
+        train(build("gpt2"), tmp_path, [RecollectCallback(budget="min")], Stream())
+    model = build("gpt2")
+    train(model, tmp_path, [RecollectCallback(budget="min", inputs=batch("gpt2"))], Stream())
+
+
+def test_supervised_fine_tuning_of_trl_trains_as_without_it(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset as Table
+    from datasets.table import InMemoryTable
+
+    rows = {"input_ids": [Sentences()[n]["input_ids"].tolist() for n in range(8)]}
+    data = Table(
+        InMemoryTable.from_pydict(rows), fingerprint="rows"
+    )  # made of pickles, which some versions cannot make
+    models = []
+    for callbacks in ([], [RecollectCallback()]):
+        model = build("llama")
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, gradient_checkpointing=bool(callbacks),
+            pad_token="<pad>", eos_token="<eos>", dataset_kwargs={"skip_prepare_dataset": True}, max_length=None,
+            bf16=False,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks
+        )
+        trainer.train()
+        models.append(model)
+    assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
+
+
+def tokenizer() -> Any:
+    """As little as fine-tuning on tokens asks for."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{n}": n for n in range(30)} | {"<pad>": 30, "<eos>": 31}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("name", ["transformers", "lightning", "accelerate"])
+def test_without_the_package_the_error_says_what_to_install(name: str) -> None:
+    code = f"""
+import sys
+sys.modules[{name!r}] = None
+sys.modules[{name + ".hooks"!r}] = None
+try:
+    import recollect.integrations.{name}
+except ImportError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"recollect.integrations.{name} needs the package {name}" in found.stdout
+    assert f"Install it by: pip install 'recollect[{name}]'" in found.stdout
+
+
+def test_a_copy_of_an_enabled_model_trains_too() -> None:
+    model = build("llama")
+    expected = gradients(model, use_cache=False)
+    enable(model)
+    assert all(map(torch.equal, gradients(copy.deepcopy(model)), expected))
