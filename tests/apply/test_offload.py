@@ -106,6 +106,15 @@ def test_a_deep_copy_is_offloaded_too(gpt: tuple[nn.Module, Tensor], tmp_path: P
     assert "forward" not in vars(twin.layers[0])  # type: ignore[index]
 
 
+def test_results_that_the_next_layer_still_reads_are_sent_all_the_same(tmp_path: Path) -> None:
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)])
+    x = torch.randn(32, 16)
+    away = recollect.offload(tier="disk", directory=tmp_path, min_bytes=0, in_flight=1)
+    with recollect.apply(net, {"*": away}):
+        net(x).sum().backward()
+    assert away.report().values >= 4
+
+
 def test_a_report_is_of_one_offload(gpt: tuple[nn.Module, Tensor]) -> None:
     model, _ = gpt
     with (

@@ -72,6 +72,7 @@ class LateLanes:
         self.lent: list[Tensor] = []
         self.outs = self.backs = 0
         self.copy_s = 1e-6
+        self.stall_s = 0.0
         self.fails: str = ""
 
     def current(self) -> str:
@@ -112,6 +113,8 @@ class LateLanes:
 
     def hold(self, stream: Any, mark: LateMark) -> None:
         self.held.append(mark)
+        assert isinstance(self.clock, CountingClock)
+        self.clock.now += self.stall_s
         mark.synchronize()
 
     def lend(self, tensor: Tensor, *, is_out: bool) -> None:

@@ -371,6 +371,43 @@ def test_one_line_is_logged_after_the_first_steps(caplog: pytest.LogCaptureFixtu
     assert "of the copies hidden" in lines[0]
 
 
+def test_a_warning_says_when_recomputing_would_be_faster() -> None:
+    session, lanes = late_session(in_flight=1)
+    lanes.stall_s = 0.01
+    text = (
+        r"offloading to host makes each step wait \d+\.\d ms for copies \(\d+ B out, \d+ B back\); running forward "
+        r"again would take about \d+\.\d ms"
+    )
+
+    def train() -> None:
+        for _ in range(8):
+            with session:
+                y = chain(torch.randn(16, requires_grad=True))
+            y.sum().backward()
+
+    with pytest.warns(UserWarning, match=text) as caught:
+        train()
+    assert len(caught) == 1
+    assert session.report().is_slower_than_recomputing
+
+
+def test_the_disk_tier_really_frees_host_memory(tmp_path: Path) -> None:
+    x = torch.randn(4096, requires_grad=True)
+    storages = []
+    with recollect.offload(tier="disk", directory=tmp_path, in_flight=1, min_bytes=0) as away:
+        y = x
+        for _ in range(6):
+            y = y.exp().clamp(max=1)
+            storages.append(weakref.ref(y.untyped_storage()))
+    for one in away._session._step.parcels:  # type: ignore[union-attr]
+        parcel = one()
+        if parcel is not None:
+            away._session.transfers.release(parcel)
+    assert [storage() for storage in storages[:-1]] == [None] * 5
+    assert away._session.transfers.slow.used_bytes >= 5 * 4096 * 4  # type: ignore[union-attr]
+    y.sum().backward()
+
+
 def test_sessions_at_one_place_are_one(tmp_path: Path) -> None:
     reports = []
     for _ in range(3):

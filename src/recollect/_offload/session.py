@@ -146,6 +146,7 @@ class Session:
         parcel: Parcel = handle.parcel
         with self._lock, unseen():
             self._flush(None)
+            self._stop_waiting()
             running = current_pass()
             self._enter_pass(parcel, running)
             self.transfers.fetch(parcel)
@@ -252,16 +253,20 @@ class Session:
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 parcel = one()
-                if parcel is None:
-                    continue
-                if not self._may_be_held(parcel):
-                    self._send(parcel)
-                elif sequence is None:  # forward is over: a buffer, an input, or what else somebody holds
-                    parcel.stays = True
-                    parcel.step.held.add(parcel.number)
-                    self.transfers.accounts.stayed_bytes += parcel.size
-                else:
+                if parcel is not None and self._may_be_held(parcel):
                     self._waiting.append(one)
+                elif parcel is not None:
+                    self._send(parcel)
+
+    def _stop_waiting(self) -> None:
+        """Forward is over: what somebody still holds is a buffer, an input, or the like, and stays."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            parcel = one()
+            if parcel is not None:
+                parcel.stays = True
+                parcel.step.held.add(parcel.number)
+                self.transfers.accounts.stayed_bytes += parcel.size
 
     @staticmethod
     def _may_be_held(parcel: Parcel) -> bool:
