@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import Decision, Site, policies
+from recollect._core.reachable import find_modules
 from recollect._policy.base import PolicyLike
-from recollect._recompute.search import find_modules
 from tests.contracts.stepping import (
     Derive,
     Outcome,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recollect
+from recollect._core.reachable import find_modules
 from recollect._recompute.module_state import _learned
-from recollect._recompute.search import find_modules
 from tests.watching import backward
 
 

@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from recollect._apply.function import name_of
 from recollect._core.authors import Role
 from recollect._core.profiles import Profile
+from recollect._core.reachable import find_reachable, find_roots
 from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
-from recollect._profile.search import find_modules, find_optimizers
 from recollect._selective.notes import notes_apart
 
 __recollect_role__ = Role.RUNNER
@@ -98,8 +98,8 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     if isinstance(step_or_model, nn.Module):
         modules, optimizers = [step_or_model], list[torch.optim.Optimizer]()
     else:
-        modules = find_modules(step_or_model, values)
-        optimizers = find_optimizers(step_or_model, values)
+        modules = find_roots(step_or_model, values)
+        optimizers = find_reachable(torch.optim.Optimizer, step_or_model, values)
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in optimizers:
         optimizers.append(optimizer)
     called = find_call(step_or_model, inputs, loss)

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from recollect._core.pytree import Arguments
+from recollect._core.reachable import find_modules
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.rng import RngState, Source, put_back
-from recollect._recompute.search import find_modules
 
 T = TypeVar("T")
 

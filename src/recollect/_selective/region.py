@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from recollect._core.authors import Role
 from recollect._core.errors import TransformError
+from recollect._core.reachable import find_modules
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.region import Region
-from recollect._recompute.search import find_modules
 from recollect._selective.frame import SelectiveFrame
 from recollect._selective.notes import Notes, are_apart, find_notes
 

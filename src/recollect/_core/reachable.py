@@ -1,6 +1,8 @@
-"""Where a Python function keeps the modules and tensors it uses: itself, owner, closure, defaults, globals, containers.
+"""What a Python function and its arguments lead to: modules, tensors and the like.
 
-Not found: a module in a plain list inside another module, and what a function reaches through calls of library code.
+Looked at are the function itself, its owner, closure, defaults, the globals that it names, containers, and functions of
+the user's among these. Not found: a module in a plain list inside another module, and what a function reaches through
+calls of library code.
 """
 
 from __future__ import annotations
@@ -12,16 +14,48 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 _MOST_PARTS = 128
+_MOST_PARTS_OF_STEP = 4096
+_DEEPEST = 5  # functions that call each other, objects in each other
 _INERT = frozenset({type(None), type, ModuleType, BuiltinFunctionType, str, bytes, int, float, bool, torch.dtype})
 _NOT_SEARCHED = ("torch.", "recollect.")
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
+T = TypeVar("T")
+
+
+def find_reachable(kind: type[T], step: Callable[..., Any], values: Iterable[Any]) -> list[T]:
+    """What of one kind a step works with: among its arguments and their attributes, and in its surroundings.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> find_reachable(nn.Module, functools.partial(print, {"net": [layer]}), [])
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    found: dict[int, T] = {}
+    seen: set[int] = set()
+    pending = deque([(value, 0) for value in (*values, step)])
+    while pending and len(seen) < _MOST_PARTS_OF_STEP:
+        value, depth = pending.popleft()
+        if type(value) in _INERT or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kind):
+            found[id(value)] = value
+        elif depth < _DEEPEST and not isinstance(value, (nn.Module, Tensor, type, ModuleType)):
+            pending.extend((part, depth + 1) for part in _parts_of(value, (object,)))
+    return list(found.values())
+
+
+def find_roots(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Module]:
+    """The outermost modules that a step works with."""
+    found = find_reachable(nn.Module, step, values)
+    inner = {part for module in found for part in module.modules() if part is not module}
+    return [module for module in found if module not in inner]
 
 
 def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor]]:
@@ -62,8 +96,8 @@ def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tens
                 stack.append(part)
 
 
-def _parts_of(value: Any) -> Iterable[Any]:
-    """What to look at next. Of a plain object's attributes only modules, tensors and containers."""
+def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable[Any]:
+    """What to look at next; of a plain object's attributes only those of some kinds."""
     kind = type(value)
     if kind is FunctionType:
         return _parts_of_function(value)
@@ -74,7 +108,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if isinstance(value, _CONTAINERS):
         parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
         return parts if len(value) <= _MOST_PARTS else ()
-    attributes = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _KEPT_IN_OBJECTS)]
+    attributes = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, kept)]
     return [*attributes, getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")]
 
 
