@@ -16,13 +16,14 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 
 from recollect._compile.changes import Unchanged
 from recollect._compile.keys import policy_of
 from recollect._compile.matches import note_matches
+from recollect._compile.nested import examine, run_nested
 from recollect._compile.tags import tag_since
 from recollect._core.torch_private.compiler import untraced
 from recollect._policy.base import Policy
@@ -55,13 +56,13 @@ class RegionOperator(HigherOrderOperator):
         if mode is None:
             if torch.is_grad_enabled() and not any(map(_is_traced, operands)):
                 return self.run_eager(name, body, policy_of(key), None, operands, {})
-            return Interpreter(body).run(*operands)
+            return examine(body, operands)
+        policy = policy_of(key)
         graph = mode.tracer.graph
         start = next(iter(reversed(graph.nodes)), None)
         unchanged = Unchanged(mode.tracer, operands)
         with preserve_node_meta():
-            result = Interpreter(body).run(*operands)
-        policy = policy_of(key)
+            result = run_nested(body, operands, policy)
         added, words = tag_since(graph, start, name, policy)
         unchanged.watch(added, result)
         if policy is not None and policy.labels:

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from recollect._compile.joint import hint, module_path, modules_around
+from recollect._compile.nested import is_nested
 from recollect._compile.offloading import mark_offloaded
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import CompileError
@@ -133,6 +134,8 @@ class _Tagger:
             if source in self._chosen:
                 self._chosen.add(node)
             return Decision(source.meta.get(DECISION, Decision.RECOMPUTE.value))
+        if is_nested(node.target):
+            return Decision.RECOMPUTE  # as a unit: no other stays a node, see `nested.py`
         if isinstance(node.target, HigherOrderOperator) or operator_of(node.target).hides_writes:
             # Recomputed branches gave wrong gradients on Inductor. Running statistics are returned to be written.
             return Decision.SAVE

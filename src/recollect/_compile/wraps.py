@@ -81,6 +81,10 @@ def capture_checkpoint(
 
     class Variable(captured):  # type: ignore[misc, valid-type]
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            if REGION in kwargs:  # in a graph that is traced again
+                name, key = kwargs[REGION].as_python_constant()
+                given = {"name": ConstantVariable.create(name), "key": ConstantVariable.create(key)}
+                return super()._call_function(tx, _packed(args, {}), given)
             options, own = divide(kwargs)
             contexts = options.get("context_fn", ConstantVariable.create(None)).realize()
             if value_of(contexts) is nothing:

@@ -1,7 +1,8 @@
 """How Dynamo captures a call of a higher-order operator of ours: the body as a graph, the rest as constants.
 
-Private names: Dynamo's checkpoint variable, from which ours inherits how a body is captured, and the table from
-operator to variable. Import it only where Dynamo is at work: it imports all of torch._dynamo.
+Private names: Dynamo's checkpoint variable, from which ours inherits how a body is captured, the table from operator to
+variable, the set of operators whose unused outputs are taken back, and the variables that stand for modules. Import it
+only where Dynamo is at work: it imports all of torch._dynamo.
 Would be replaced by: a public way to register a higher-order operator with Dynamo.
 Run on: torch 2.11, 2.13.
 """
@@ -9,6 +10,7 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +19,14 @@ from torch import nn
 from recollect._core.errors import CompileError
 
 try:
+    from torch._dynamo.dce_extra_outputs import _HOPS_WITH_EXTRA_OUTPUTS
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.variables import higher_order_ops
+    from torch._dynamo.variables import ConstDictVariable, TupleVariable, higher_order_ops
+    from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+    from torch._dynamo.variables.nn_module import NNModuleVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     from torch._ops import HigherOrderOperator
 except ImportError as error:
     message = (
@@ -36,7 +43,8 @@ Constants = Callable[[list[Any], dict[str, Any]], dict[str, Any]]
 def capture_calls(op: HigherOrderOperator, constants: Constants) -> None:
     """Let Dynamo capture each ``op(fn, args, kwargs, **options)`` as ``op(body, *operands, **constants(...))``.
 
-    Side effects of the function happen once, when the graph has run.
+    Side effects of the function happen once, when the graph has run. A call that stands in a graph already, which is
+    traced again, is captured as it stands.
     """
 
     class Variable(higher_order_ops.CheckpointHigherOrderVariable):
@@ -47,19 +55,30 @@ def capture_calls(op: HigherOrderOperator, constants: Constants) -> None:
             self.allow_side_effects = True
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            fn, arguments, keywords = (arg.realize() for arg in args)
-            given = list(arguments.unpack_var_sequence(tx))
-            named = {key.vt.as_python_constant(): value for key, value in keywords.items.items()}
-            options = constants(
-                [fn, *given, *named.values()], {name: option.realize() for name, option in kwargs.items()}
-            )
+            fn, *rest = (arg.realize() for arg in args)
+            options = {name: option.realize() for name, option in kwargs.items()}
+            if _is_packed(rest):
+                arguments, keywords = rest
+                given = list(arguments.unpack_var_sequence(tx))
+                named = {key.vt.as_python_constant(): value for key, value in keywords.items.items()}
+                known = constants([fn, *given, *named.values()], options)
+            else:
+                given, named = rest, {}
+                known = {name: option.as_python_constant() for name, option in options.items()}
             captured = self.create_wrapped_node(tx, fn, given, named, self._HOP_NAME)
             operands, _, example, result = captured[:4]
             return higher_order_ops._call_function_with_auto_output_flattening(
-                tx, self.value, operands, options, example, result, captured[6]
+                tx, self.value, operands, known, example, result, captured[6]
             )
 
     higher_order_ops._hop_name_to_variable_class[op.__name__] = Variable
+    # A body with side effects returns all that it makes, in case it leaks; Dynamo takes back what nobody uses.
+    _HOPS_WITH_EXTRA_OUTPUTS.add(op)
+
+
+def _is_packed(rest: list[Any]) -> bool:
+    """Whether a call is one of Python, with its arguments in a tuple and a dict; in a graph they are tensors."""
+    return len(rest) == 2 and isinstance(rest[0], TupleVariable) and isinstance(rest[1], ConstDictVariable)  # noqa: PLR2004
 
 
 def value_of(variable: Any) -> Any:
@@ -91,14 +110,26 @@ def modules_called(called: list[Any]) -> list[nn.Module]:
 
 
 def _module_behind(variable: Any) -> nn.Module | None:
-    """A module, or the one whose method it is."""
+    """A module, or the one whose method it is.
+
+    Asked of the kinds of variable that can stand for one, and of no other: many have a ``value`` that cannot be had
+    (of a tuple of tensors, on torch 2.13), and what the function does not use is not to be guarded.
+    """
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        value = variable.peek_value()
+        owner = getattr(value, "__self__", value) if isinstance(value, MethodType) else value
+        return owner if isinstance(owner, nn.Module) else None
     variable = variable.realize()
-    if hasattr(variable, "func") and getattr(variable, "args", None):  # a partial: of the method and the module
+    if isinstance(variable, FunctoolsPartialVariable) and variable.args:  # of the method and the module
         variable = variable.args[0].realize()
-    variable = getattr(variable, "obj", variable)  # a bound method, in torch 2.11
-    value = getattr(variable, "value", None)
-    value = getattr(value, "__self__", value)  # and in 2.13
-    return value if isinstance(value, nn.Module) else None
+    if isinstance(variable, UserMethodVariable):
+        variable = variable.obj.realize()
+    if isinstance(variable, NNModuleVariable):
+        return variable.value
+    if isinstance(variable, UserDefinedObjectVariable):
+        value = getattr(variable.value, "__self__", variable.value)
+        return value if isinstance(value, nn.Module) else None
+    return None
 
 
 def break_graph(reason: str) -> NoReturn:
