@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from recollect._core.errors import MismatchError
 from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.recompiles import hints_about_compiled_code
 from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._recompute.frame import StopRecomputation, observe, read_meta
 from recollect._recompute.oplog import OpLog, compare_logs
@@ -207,7 +208,7 @@ class Recorder:
         if self.log is not None and frame.log is not None:
             parts.append(compare_logs(frame.log, self.log))
         else:
-            parts.extend((_WHY, *_describe_objects(self._leaves), _HOW))
+            parts.extend((_WHY, *_describe_objects(self._leaves), *hints_about_compiled_code(), _HOW))
         raise MismatchError("\n".join(parts))
 
     def _compare_values(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from recollect._core.authors import Role
 from recollect._core.errors import MismatchError
 from recollect._core.pytree import Arguments
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import pass_is_partial
 from recollect._core.units import count_noun
 from recollect._recompute.rng import parse_preserve
@@ -85,6 +86,7 @@ class CheckpointFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @untraced  # by compiled autograd, which would break its graph at every step of the engine
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Run the function again with a graph, and backward through it."""
         if pass_is_partial():
