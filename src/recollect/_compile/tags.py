@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._functorch import config
 from torch.fx import Graph, Node
@@ -33,6 +34,7 @@ from recollect._core.torch_private.schemas import HigherOrderOperator
 from recollect._policy.base import CallPolicy, Policy
 from recollect._policy.judging import judge
 
+META = torch.device("meta")
 _ids = itertools.count(1)
 _RECOMPUTE = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 
@@ -242,13 +244,34 @@ def _pass_name_on(node: Node) -> None:
 def _flops(node: Node, op: Operator) -> int:
     if op.flops is None or op.name != operator_of(node.target).name:
         return 0
-    # By shapes in numbers, which the formulas take for tensors: symbolic ones would become a part of the guards.
+    # By shapes in numbers, not by the example tensors: symbolic sizes would become a part of the guards.
     args, kwargs, result = tree_map(_shape_if_tensor, (*_values_of(node), node.meta["val"]))
-    return count_flops(op, args, kwargs, result)
+    try:
+        return count_flops(op, args, kwargs, result)
+    except AssertionError:  # a formula of torch 2.11 that knows no attention with fewer heads of keys than of queries
+        return 0
 
 
 def _shape_if_tensor(value: Any) -> Any:
-    return tuple(map(hint, value.shape)) if isinstance(value, Tensor) else value
+    return _Shape(map(hint, value.shape)) if isinstance(value, Tensor) else value
+
+
+class _Shape(tuple[int, ...]):
+    """A shape that passes for a tensor with it: some formulas take the one, some, those of attention, the other."""
+
+    __slots__ = ()
+
+    device = META
+    """Where formulas do not ask for the numbers in a tensor."""
+
+    @property
+    def shape(self) -> _Shape:
+        """Itself."""
+        return self
+
+    def size(self, dim: int) -> int:
+        """As of a tensor."""
+        return self[dim]
 
 
 def _values_of(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
