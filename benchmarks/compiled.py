@@ -3,6 +3,7 @@
     python benchmarks/compiled.py --device cpu                            # a small model, one thread
     python benchmarks/compiled.py --device cuda --json compiled.json        # the compute-bound step
     python benchmarks/compiled.py --device cuda --quick --jobs 5 --limit 220  # what can be had in five minutes
+    python benchmarks/compiled.py --device cuda --case real --limit 200     # models of Transformers against its switch
 
 Each candidate is compiled once, as one graph, and shows a line when it has run; then all take turns in one process. The
 rivals are torch's checkpoint and its selective contexts (SAC) on the same operators, torch_remat, and the compiler's
@@ -15,7 +16,6 @@ import gc
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import torch
 from alternate import Step, Timing
 from cases import Case, Choice, Row, Setting, main
+from compiled_models import real_case
+from compiling import gradients_after, largest_difference, own_code, peak_bytes, say, timed, warm_up
 from llama_like import Layers, LlamaLike
 from peers import OURS, REMAT, TORCH, missing
 from selective import Ops
@@ -72,12 +72,6 @@ def loss_of(model: LlamaLike, ids: Tensor, run: Layers) -> Tensor:
     return loss
 
 
-def own_code(function: Any) -> Any:
-    """The function with a code object of its own: to that Dynamo ties what it compiles, and how often it may."""
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__)
-
-
 def make_step(model: LlamaLike, ids: Tensor, candidate: Candidate) -> Step:
     prepared, run = candidate.prepare(model)
     loss = torch.compile(own_code(loss_of), fullgraph=True, dynamic=False, options=dict(candidate.options))
@@ -116,44 +110,6 @@ def compile_step(
     )
 
 
-def timed(step: Step, device: torch.device) -> float:
-    start = time.perf_counter()
-    step()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
-
-
-def gradients_after(model: LlamaLike, step: Step) -> list[Tensor]:
-    torch.manual_seed(1)
-    step()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def largest_difference(left: list[Tensor], right: list[Tensor]) -> float:
-    """Of any parameter's gradient, relative to the largest number in it."""
-    pairs = zip(left, right, strict=True)
-    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
-
-
-def peak_bytes(step: Step, device: torch.device) -> int:
-    """Above what was there before."""
-    if device.type != "cpu":
-        held = torch.accelerator.memory_allocated(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        timed(step, device)
-        return torch.accelerator.max_memory_allocated(device) - held
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    # Inductor's code allocates past the dispatcher: only the profiler sees it.
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 # The cases.
 
 
@@ -183,12 +139,6 @@ def case(name: str, model_spec: Model, dtype: torch.dtype, setting: Setting) -> 
 def train_eagerly(model: LlamaLike, ids: Tensor) -> None:
     model.zero_grad(set_to_none=False)
     torch.autograd.backward(model(ids))
-
-
-def warm_up(device: torch.device) -> None:
-    """Start what the first compilation would: imports, and the pool of processes that compile kernels."""
-    weight = torch.ones(64, 64, device=device, requires_grad=True)
-    torch.compile(lambda x: (x @ x).softmax(-1).sin().sum())(weight).backward()
 
 
 def compile_ahead(
@@ -264,10 +214,6 @@ def compile_all(
     return found
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def step_case(name: str, title: str, found: list[Compiled], timings: dict[str, Timing], held_bytes: int) -> Case:
     shown = Case(name=name, title=f"{title}: a training step, in turns")
     plain_s = timings[EAGER].best_s
@@ -339,6 +285,7 @@ TINY = replace(SMALL, layers=2, tokens=256)
 CHOICES = {
     "small": Choice(measure=partial(case, "small", TINY, torch.float32), devices=("cpu",), unasked=("cpu",)),
     "compute": Choice(measure=partial(case, "compute", COMPUTE, torch.bfloat16), devices=("cuda",), unasked=("cuda",)),
+    "real": Choice(measure=real_case),
 }
 
 
