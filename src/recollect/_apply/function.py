@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
@@ -140,6 +140,10 @@ def checkpoint(
             from recollect._apply.in_graph import call_in_graph
 
             return call_in_graph(name, fn, checked, args, kwargs)
+        if is_exporting():
+            from recollect._apply.in_graph import call_in_export
+
+            return call_in_export(name, fn, checked, args, kwargs)
         result = call(args, kwargs)
         if tally is not None:
             warn_if_nothing_kept(tally, f"region '{name}'")

@@ -1,4 +1,4 @@
-"""Regions in code that torch.compile traces: imported by such code, while it is traced, and by nothing else."""
+"""Regions in code that torch.compile or torch.export traces: imported by such code, while it is traced."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from recollect._apply.options import Choices
 from recollect._compile import dynamo  # noqa: F401 (tells Dynamo of the operator)
+from recollect._compile.exported import call_exporting
 from recollect._compile.operator import region_operator
 from recollect._core.torch_private.compiler import untraced
 from recollect._policy.base import Policy
@@ -34,6 +35,21 @@ def call_in_graph(  # noqa: PLR0917 (traced: the fewer objects, the better)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     return region_operator(fn, args, kwargs, name=name, policy=policy, contexts=contexts)
+
+
+def call_in_export(  # noqa: PLR0917
+    name: str,
+    fn: Callable[..., Any],
+    policy: Policy | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    contexts: Any = None,
+) -> Any:
+    """Call a function as a region of a program that is exported without Dynamo, so that it runs as it is written."""
+    if contexts is not None:
+        forward, _ = contexts()
+        policy = getattr(forward, "policy_in_graph", None)
+    return call_exporting(name, fn, policy, args, kwargs)
 
 
 @untraced

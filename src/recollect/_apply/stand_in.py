@@ -10,7 +10,7 @@ import functools
 from typing import Any, Self
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.instance_forward import InstanceForward, entries_of
@@ -57,6 +57,10 @@ class StandIn(InstanceForward):
             return own(*args, **kwargs)
         if self._caches:
             args, kwargs = without_cache(self._owner(), self._caches, args, kwargs)
+        if is_exporting():
+            from recollect._apply.in_graph import call_in_export
+
+            return call_in_export(self.name, own, self.choices.policy, args, kwargs, self.contexts)
         result = self.choices.region(self.name, own).call(args, kwargs)
         if self.reports is not None:
             warn_if_nothing_kept(*self.reports)

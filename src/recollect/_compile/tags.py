@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config
+from torch.compiler import is_exporting
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
@@ -29,7 +30,7 @@ from recollect._core.decisions import Decision, Site
 from recollect._core.errors import CompileError
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.torch_private.ops import canonical
-from recollect._core.torch_private.partitioner import BLOCKS, DECISION, REGION, VALUES, CheckpointPolicy
+from recollect._core.torch_private.partitioner import BLOCKS, DECISION, EXPORTED, REGION, VALUES, CheckpointPolicy
 from recollect._core.torch_private.schemas import HigherOrderOperator
 from recollect._policy.base import CallPolicy, Policy
 from recollect._policy.judging import judge
@@ -43,7 +44,7 @@ def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | No
     """Tag the nodes that a region's body has added behind `start`; gives them, and the rules that decided, in words."""
     added = nodes_since(graph, start)
     tagger = _Tagger(region, policy, added)
-    region_id = next(_ids)
+    region_id = new_region_id()
     for node in added:
         choice, decision = tagger.choose(node)
         if "ac_graph_id" in node.meta and node.meta.get("recompute") in _RECOMPUTE:
@@ -54,12 +55,32 @@ def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | No
         if decision is Decision.OFFLOAD:
             mark_offloaded(node)
         node.meta.setdefault(REGION, region)
-    inside = set(added)
+    inside, needed = set(added), []
     for node in added:
         for source in node.all_input_nodes:
             if source not in inside and source.op == "call_function" and "ac_graph_id" not in source.meta:
                 source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+                needed.append(source)
+    if is_exporting():
+        _write_down([*added, *needed])
     return added, tagger.words
+
+
+def new_region_id() -> int:
+    """A number that no other region has."""
+    return next(_ids)
+
+
+def _write_down(nodes: list[Node]) -> None:
+    """Say what the tags say once more in annotations, see `exported.py`."""
+    for node in nodes:
+        said = {
+            "choice": node.meta["recompute"].name,
+            "number": node.meta.get("ac_graph_id", 0),
+            "decision": node.meta.get(DECISION, Decision.SAVE.value),
+            "region": node.meta.get(REGION, ""),
+        }
+        node.meta["custom"] = {**node.meta.get("custom", {}), EXPORTED: said}
 
 
 def save_readers(added: list[Node], inputs: set[Node]) -> None:

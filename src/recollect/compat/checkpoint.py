@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.function import name_of
 from recollect._core.scope import override
@@ -75,6 +75,12 @@ def checkpoint(
         kwargs.pop("preserve_rng_state", True)
         contexts = None if context_fn is noop_context_fn else context_fn
         return call_in_graph("checkpoint", function, None, args, kwargs, contexts)
+    if is_exporting():
+        from recollect._apply.in_graph import call_in_export
+
+        kwargs.pop("preserve_rng_state", True)
+        contexts = None if context_fn is noop_context_fn else context_fn
+        return call_in_export(name_of(function), function, None, args, kwargs, contexts)
     if use_reentrant is None:
         warnings.warn(
             "checkpoint was called without use_reentrant: True is assumed, as in torch. Pass use_reentrant=False, "

@@ -13,4 +13,7 @@ BLOCKS, VALUES = "recollect_blocks", "recollect_values"
 DECISION, REGION = "recollect_decision", "recollect_region"
 """Where it carries our decision in a word, for passes that come after, and the region that it belongs to."""
 
-__all__ = ["BLOCKS", "DECISION", "REGION", "VALUES", "CheckpointPolicy"]
+EXPORTED = "recollect"
+"""Where its annotations, which survive `torch.export.save`, say the same of a node in an exported program."""
+
+__all__ = ["BLOCKS", "DECISION", "EXPORTED", "REGION", "VALUES", "CheckpointPolicy"]

@@ -1,0 +1,36 @@
+"""Regions in programs of `torch.export`.
+
+An exported program keeps its regions: compiled, it recomputes as the model did. `torch.export.save` writes them, and
+`restore_regions` puts them in force again after `torch.export.load`.
+"""
+
+from __future__ import annotations
+
+from torch.export import ExportedProgram
+
+from recollect._compile.exported import restore
+
+__all__ = ["restore_regions"]
+
+
+def restore_regions(program: ExportedProgram) -> list[str]:
+    """Put the regions of a loaded program in force again, each with what its policy decided.
+
+    They act where the program is compiled (``torch.compile(program.module())``); run as it is, it recomputes nothing.
+
+    Args:
+        program: as `torch.export.load` gives it; it is changed.
+
+    Returns:
+        The names of the regions, in order; none for a program that was exported without any.
+
+    >>> import io, torch, recollect
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    >>> _ = recollect.apply(model, {"0": recollect.Decision.RECOMPUTE})
+    >>> file = io.BytesIO()
+    >>> torch.export.save(torch.export.export(model, (torch.ones(2, 4),)), file)
+    >>> program = torch.export.load(file)
+    >>> restore_regions(program)
+    ['0']
+    """
+    return restore(program.graph_module)

@@ -1,0 +1,125 @@
+"""Models of Transformers with regions, compiled, beside Transformers' own switch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.fx import Graph, GraphModule, Node
+
+import recollect
+from recollect import policies
+from recollect._compile.tags import _flops
+from recollect._core.operators import operator_of
+from tests.compile.counting import Graphs
+
+pytest.importorskip("transformers")
+
+from tests.integrations.small_models import batch, build
+
+ONE_GRAPH = ("llama", "gemma3", "mistral")
+"""Those that Dynamo traces whole, with regions and without."""
+
+
+def train(model: Any, call: Any, name: str) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = call(**batch(name)).loss
+    loss.backward()
+    return [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+
+
+def compiled(
+    name: str, how: Any, *, backend: Any = "aot_eager", dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    """Gradients of a compiled step, and how many graphs it has."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = build(name).to(dtype or torch.float32)
+    how(model)
+    gradients = train(model, torch.compile(model, backend=backend, **options), name)
+    return gradients, counters["stats"]["unique_graphs"]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ONE_GRAPH)
+def test_decoders_are_one_graph_with_a_policy(name: str) -> None:
+    gradients, graphs = compiled(name, lambda model: recollect.apply(model, "selective"), fullgraph=True)
+    assert graphs == 1
+    model = build(name)
+    assert_close(gradients, train(model, model, name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_other_models_have_no_more_graphs_than_plain(name: str) -> None:
+    gradients, graphs = compiled(name, lambda model: recollect.apply(model, {"*": policies.save_matmuls}))
+    model = build(name)
+    assert_close(gradients, train(model, model, name))
+    assert graphs <= compiled(name, lambda model: None)[1]
+
+
+def test_half_precision_through_inductor() -> None:
+    def half(model: Any) -> None:
+        recollect.apply(model, "selective")
+
+    gradients, _ = compiled("llama", half, backend="inductor", dtype=torch.bfloat16)
+    model = build("llama").to(torch.bfloat16)
+    for found, expected in zip(gradients, train(model, model, "llama"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05)
+
+
+def test_backward_recomputes_no_more_than_with_the_switch() -> None:
+    ours, switch, plain = (
+        graphs_of(how)
+        for how in (recollect.apply, lambda model: model.gradient_checkpointing_enable(), lambda model: None)
+    )
+    mine, theirs = ours.count(), switch.count()
+    assert not {op: count for op, count in mine.items() if count > theirs.get(op, 0)}
+    assert mine["mm"] == theirs["mm"] > plain.count()["mm"]
+    assert len(ours.dynamo) == len(switch.dynamo) == 1
+    # What a region takes is kept, also where the compiler could make it again out of less: the rotary angles.
+    assert saved_bytes(ours.forward[0]) <= 1.05 * saved_bytes(switch.forward[0]) < saved_bytes(plain.forward[0])
+
+
+def graphs_of(how: Any) -> Graphs:
+    graphs = Graphs()
+    compiled("llama", how, backend=graphs.backend, fullgraph=True, dynamic=False)
+    return graphs
+
+
+def saved_bytes(graph: GraphModule) -> int:
+    (output,) = graph.graph.find_nodes(op="output")
+    made = [node for node in output.args[0] if isinstance(node, Node) and node.op != "placeholder"]
+    tensors = [node.meta["val"] for node in made if isinstance(node.meta.get("val"), Tensor)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._flash_attention_forward.default,
+    ],
+    ids=str,
+)
+def test_attention_of_a_device_is_counted_by_its_shapes(op: Any) -> None:
+    graph = Graph()
+    query, key = graph.placeholder("query"), graph.placeholder("key")
+    shape = (2, 64, 4, 8) if "_flash_attention_forward" in str(op) else (2, 4, 64, 8)
+    query.meta["val"] = key.meta["val"] = torch.empty(shape, device="meta")
+    rest = {
+        "aten._scaled_dot_product_flash_attention.default": (),
+        "aten._flash_attention_forward.default": (None, None, 64, 64, 0.0, False, False),
+    }.get(str(op), (None, True))
+    call = graph.call_function(op, (query, key, key, *rest))
+    call.meta["val"] = (torch.empty(shape, device="meta"),)
+    assert _flops(call, operator_of(op)) == 2 * 2 * 2 * 4 * 64 * 64 * 8
