@@ -21,6 +21,7 @@ def f(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(torch.mm(x, w).sin(), w).exp()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks, and hides its warning otherwise
 def test_compiled_autograd_does_not_trace_the_reentrant_backward() -> None:
     x, w = leaf(4, 4), leaf(4, 4)
     loss = compat.checkpoint(f, x, w, use_reentrant=True).square().sum()
@@ -57,6 +58,7 @@ def test_a_region_with_a_side_effect_returns_no_more_than_what_is_used(leaks: bo
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(g(x, w).sum() * 2, x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks, and hides its warning otherwise
 def test_a_mismatch_says_what_was_compiled_again_and_what_to_do() -> None:
     size = [2]
 
