@@ -136,14 +136,10 @@ def checkpoint(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if owner is not None:
             args, kwargs = without_cache(owner, caches, args, kwargs)
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or is_exporting():
             from recollect._apply.in_graph import call_in_graph
 
             return call_in_graph(name, fn, checked, args, kwargs)
-        if is_exporting():
-            from recollect._apply.in_graph import call_in_export
-
-            return call_in_export(name, fn, checked, args, kwargs)
         result = call(args, kwargs)
         if tally is not None:
             warn_if_nothing_kept(tally, f"region '{name}'")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 
 from recollect._apply.options import Choices
@@ -25,7 +26,7 @@ def call_in_graph(  # noqa: PLR0917 (traced: the fewer objects, the better)
     kwargs: dict[str, Any],
     contexts: Any = None,
 ) -> Any:
-    """Call a function as a region of the graph; only ever traced. With grad mode off it is a plain call.
+    """Call a function as a region of the graph that is being made. With grad mode off it is a plain call.
 
     Its name, or an object that has it as `name`: that of one among equal blocks is not to be guarded.
 
@@ -34,22 +35,23 @@ def call_in_graph(  # noqa: PLR0917 (traced: the fewer objects, the better)
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
+    if not is_dynamo_compiling():
+        return _call_in_export(name, fn, policy, args, kwargs, contexts)
     return region_operator(fn, args, kwargs, name=name, policy=policy, contexts=contexts)
 
 
-def call_in_export(  # noqa: PLR0917
-    name: str,
+def _call_in_export(  # noqa: PLR0917
+    name: Any,
     fn: Callable[..., Any],
     policy: Policy | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    contexts: Any = None,
+    contexts: Any,
 ) -> Any:
-    """Call a function as a region of a program that is exported without Dynamo, so that it runs as it is written."""
+    """Where a program is exported without Dynamo, so that functions run as they are written."""
     if contexts is not None:
-        forward, _ = contexts()
-        policy = getattr(forward, "policy_in_graph", None)
-    return call_exporting(name, fn, policy, args, kwargs)
+        policy = getattr(contexts()[0], "policy_in_graph", None)
+    return call_exporting(name if isinstance(name, str) else name.name, fn, policy, args, kwargs)
 
 
 @untraced

@@ -58,9 +58,9 @@ class StandIn(InstanceForward):
         if self._caches:
             args, kwargs = without_cache(self._owner(), self._caches, args, kwargs)
         if is_exporting():
-            from recollect._apply.in_graph import call_in_export
+            from recollect._apply.in_graph import call_in_graph
 
-            return call_in_export(self.name, own, self.choices.policy, args, kwargs, self.contexts)
+            return call_in_graph(self, own, self.choices.policy, args, kwargs, self.contexts)
         result = self.choices.region(self.name, own).call(args, kwargs)
         if self.reports is not None:
             warn_if_nothing_kept(*self.reports)

@@ -69,18 +69,12 @@ def checkpoint(
     >>> bool((x.grad == x.cos()).all())
     True
     """
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or is_exporting():
         from recollect._apply.in_graph import call_in_graph
 
         kwargs.pop("preserve_rng_state", True)
         contexts = None if context_fn is noop_context_fn else context_fn
         return call_in_graph("checkpoint", function, None, args, kwargs, contexts)
-    if is_exporting():
-        from recollect._apply.in_graph import call_in_export
-
-        kwargs.pop("preserve_rng_state", True)
-        contexts = None if context_fn is noop_context_fn else context_fn
-        return call_in_export(name_of(function), function, None, args, kwargs, contexts)
     if use_reentrant is None:
         warnings.warn(
             "checkpoint was called without use_reentrant: True is assumed, as in torch. Pass use_reentrant=False, "
