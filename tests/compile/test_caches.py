@@ -242,3 +242,15 @@ def test_processes_share_code_by_equal_policies_and_by_no_others(folder: Path) -
     assert run_elsewhere(folder, same) == [["miss"] * 4]
     # An object may read anything, so no process takes another's code for its own.
     assert run_elsewhere(folder, same, changed) == [["hit", "hit", "hit", "miss"], ["miss"] * 4]
+
+
+def test_a_process_that_makes_policies_without_end_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_MOST", 4)
+    for table in ("_policies", "_known"):
+        monkeypatch.setattr(keys, table, {})
+    made = [policies.save_if(policies.nbytes > n) for n in range(8)]
+    known = [keys.key_of(policy) for policy in made]
+    assert len(keys._policies) == len(keys._known) == 4
+    assert keys.policy_of(known[-1]) is made[-1]
+    with pytest.raises(recollect.CompileError, match="which is not known here"):
+        keys.policy_of(known[0])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from recollect._core.errors import CompileError
 from recollect._core.torch_private.ops import op_name
 from recollect._policy.base import FunctionPolicy, Policy
 from recollect._policy.combine import Combination
@@ -28,7 +29,9 @@ _FIXED = frozenset({"builtins", "torch", "recollect", "math", "operator", "funct
 _process = uuid.uuid4().hex
 _numbers = itertools.count()
 
-# What the operators in graphs find their policies by. Kept for good: a graph may be traced again at any time.
+# What the operators in graphs find their policies by, the latest used last. A graph may be traced again at any time, so
+# it is the oldest that are forgotten when there are too many: those of a program that makes policies without end.
+_MOST = 1024
 _policies: dict[str, Policy] = {}
 _known: dict[int, tuple[Policy, str]] = {}
 
@@ -61,8 +64,9 @@ def key_of(policy: Policy | None) -> str:
         functions = list(_functions_in(policy))
         if functions:
             key += " " + hashlib.sha256("\n".join(map(_describe, functions)).encode()).hexdigest()[:16]
-        found = _known[id(policy)] = (policy, key)
-        _policies.setdefault(key, policy)
+        found = (policy, key)
+        _remember(_known, id(policy), found)
+    _remember(_policies, found[1], _policies.get(found[1], policy))
     return found[1]
 
 
@@ -72,8 +76,31 @@ def has_functions(policy: Policy) -> bool:
 
 
 def policy_of(key: str) -> Policy | None:
-    """The policy of that name; it was named in this process."""
-    return None if key == _RULES else _policies[key]
+    """The policy of that name, which was named in this process.
+
+    Raises:
+        CompileError: it was not, or so many have been since that it is forgotten.
+    """
+    if key == _RULES:
+        return None
+    policy = _policies.get(key)
+    if policy is None:
+        message = (
+            f"a graph holds a region under the policy '{key.partition(' ')[2] or key}', which is not known here.\n"
+            f"The graph comes from another process or another version of recollect, or {_MOST} policies were made "
+            "since. Trace the model again; and make a policy once, not at each step."
+        )
+        raise CompileError(message)
+    _remember(_policies, key, policy)
+    return policy
+
+
+def _remember(table: dict[Any, Any], at: Any, value: Any) -> None:
+    """Note it as the latest."""
+    table.pop(at, None)
+    table[at] = value
+    if len(table) > _MOST:
+        del table[next(iter(table))]
 
 
 def _functions_in(policy: Policy) -> Iterator[Callable[..., Any]]:

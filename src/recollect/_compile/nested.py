@@ -80,7 +80,7 @@ class _Watch(TorchDispatchMode):
     """Sees whether all operators that run would come out the same if they were run again."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_plain = True
 
     def __torch_dispatch__(

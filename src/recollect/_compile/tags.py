@@ -8,7 +8,6 @@ them for whoever partitions or offloads by those.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections import Counter
@@ -211,7 +210,7 @@ class _Tagger:
         return path.removeprefix(self._root).lstrip(".") if path.startswith(self._root) else path
 
     def _site(self, node: Node) -> Site:
-        original = node.meta.get("original_aten") or node.target
+        original = canonical(node.meta.get("original_aten") or node.target)
         op = operator_of(original)
         # What an operator was taken apart into counts as one call of it.
         same = (original, node.meta.get("seq_nr"), node.meta.get("stack_trace"))
@@ -248,7 +247,6 @@ class _Tagger:
         )
 
 
-@functools.cache
 def _stand_in_for(kind: Any) -> Any:
     """An object of a class without its constructor: rules ask ``isinstance``, and graphs know the class alone."""
     return object.__new__(kind) if isinstance(kind, type) else None
