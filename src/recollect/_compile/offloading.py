@@ -12,7 +12,6 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 import torch
-from torch._functorch import config
 from torch.fx import Node
 
 MARK = "should_offload"
@@ -23,6 +22,8 @@ def mark_offloaded(node: Node) -> None:
 
     Without an accelerator values are in host memory already, and stay as they are.
     """
+    from torch._functorch import config  # not with `import recollect`, which this file is a part of
+
     node.meta[MARK] = True
     if config.enable_activation_offloading or not torch.accelerator.is_available():
         return
