@@ -1,26 +1,26 @@
 """Policies: what a region keeps between forward and backward, and what it computes again.
 
 A policy is a function from a `recollect.Site` to a `recollect.Decision`. Any function will do; those below can be
-combined, compared and printed, and each has nothing to say of sites that it does not match.
+combined, compared and printed, and each leaves sites that it does not match to others.
 
 By operator:
-    - `save_matmuls` saves what matrix products make.
-    - `save_attention` saves what attention kernels make.
-    - `save_ops` saves what the operators that you name make.
+    - `save_matmuls` saves the results of matrix products.
+    - `save_attention` saves the results of attention kernels.
+    - `save_ops` saves the results of the operators that you name.
     - `save_every` saves every n-th call of an operator.
 
 By place:
     - `save_names` saves blocks and values that you gave a name.
-    - `save_modules` saves what modules give, by path or class.
+    - `save_modules` saves the results of modules, by path or class.
 
 By number:
-    - `save_larger_than` saves values of more than so many bytes.
-    - `save_if` saves where a question is answered by yes; `flops`, `nbytes` and `flops_per_byte` are there to ask with.
+    - `save_larger_than` saves values of more than a number of bytes.
+    - `save_if` saves values for which a comparison holds: of `flops`, `nbytes` or `flops_per_byte` with a bound.
 
 By kind:
     - `save_random` saves what is drawn at random.
-    - `save_routing` saves choices (topk, sort, argmax) and what is counted out of them.
-    - `save_collectives` saves what comes from other processes.
+    - `save_routing` saves choices (topk, sort, argmax) and what is counted from them.
+    - `save_collectives` saves what was received from other processes.
 
 All or none:
     - `save_all` saves everything.
@@ -28,9 +28,9 @@ All or none:
 
 Combined:
     - `first_match` asks one policy after the other.
-    - `otherwise` answers for every site, and stands last.
+    - `otherwise` decides for every site, and comes last.
     - `per_region` picks a policy by the region's name.
-    - `strictly` keeps nothing besides what its policy says.
+    - `strictly` keeps only what its policy says.
 """
 
 from recollect._policy.combine import first_match, otherwise, per_region, strictly

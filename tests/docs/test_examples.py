@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,18 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_the_notebook_runs_and_shows_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES[0].parent / "report.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        source = "".join(cell["source"])
+        if "IPython" not in source:
+            exec(source, names)
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+    assert (tmp_path / "compare.html").exists()
+    kinds = {kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})}
+    assert {"text/html", "image/png"} <= kinds

@@ -97,7 +97,7 @@ def test_the_lines_do_what_they_promise() -> None:
     assert choices.policy is not None
     before = recollect.profile(model, inputs)
     found = answer(before, find_gains(before, policies={"selective": choices.policy}))
-    assert len(found.suggestions) == 3
+    assert found.suggestions
     for one in found.suggestions:
         handle = eval(one.code, {"recollect": recollect, "model": model})
         for _ in range(3):

@@ -58,29 +58,29 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """Make a function forget its activations in forward and recompute them in backward.
 
-    The result is called as the function is; gradients, outputs and random numbers are those of the plain call. What
-    is kept between forward and backward are the function's arguments, random states that it moved, and small copies
-    of buffers that it updated. With grad mode off it is a plain call. Inside `torch.func` transforms, which allow no
-    saved-tensor hooks, outputs are compared in place of saved tensors and `early_stop` means nothing.
+    Call the result as you would call the function; gradients, outputs and random numbers are those of the plain call.
+    Between forward and backward it keeps the function's arguments, the random states that it advanced, and small copies
+    of buffers that it updated. With grad mode off it is a plain call. `torch.func` transforms do not allow saved-tensor
+    hooks: inside them outputs are compared instead of saved tensors, and `early_stop` has no effect.
 
     Args:
         fn: a function, method or module. Without it, a decorator with these options is returned.
-        misplaced: nothing belongs here; the function's arguments go to the function that is returned.
-        policy: which values to keep all the same: a function from a `Site` to a `Decision`, or one of
-            `recollect.policies`, or ``"selective"``. None and ``"full"`` keep nothing; in a process group of several,
-            what collectives gave is kept.
+        misplaced: must be empty; pass the function's arguments to the function that is returned.
+        policy: which values to keep: a function from a `Site` to a `Decision`, one of `recollect.policies`, or
+            ``"selective"``. None and ``"full"`` keep nothing, except the results of collectives where several
+            processes train together.
         name: what errors and reports call the region; by default the function's name.
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
             and any `torch.Generator` among the arguments), False not to, or a collection of ``"torch"``,
             ``"python"`` and ``"numpy"``.
-        early_stop: end recomputation as soon as the last needed tensor is made.
+        early_stop: stop recomputation as soon as everything that backward needs is there.
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.
         unknown: there are no other options; those of torch are refused with what to write instead.
 
     Raises:
-        ValueError: an option has a value it cannot have.
-        TypeError: `fn` is not callable, the function's arguments were given along with it, or an option is unknown.
+        ValueError: an option has an invalid value.
+        TypeError: `fn` is not callable, the function's arguments were passed along with it, or an option is unknown.
 
     >>> import torch, recollect
     >>> block = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
@@ -102,7 +102,7 @@ def checkpoint(
     >>> q = torch.randn(1, 2, 8, 4, requires_grad=True)
     >>> attention(q, q, q, debug=True).sum().backward()
 
-    An option that cannot be meant is refused:
+    Invalid options are refused:
 
     >>> recollect.checkpoint(block, check="shapes")
     Traceback (most recent call last):

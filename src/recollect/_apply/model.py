@@ -140,15 +140,15 @@ def apply(
     first: int | None = None,
     **unknown: Any,
 ) -> Applied:
-    """Make modules of a model forget their activations, by name, class or predicate, without an edit.
+    """Make modules of a model forget their activations, chosen by name, class or predicate, without editing the model.
 
     Names, classes, state_dict, hooks and results of the model stay as they are; each matched module's ``forward``
     becomes a region, within the module's hooks. A deep copy of the model has the same regions; a shallow copy and a
-    pickled model are plain. Before or after DDP, FSDP, freezing or torch.compile makes no difference.
+    pickled model are plain. It may come before or after DDP, FSDP, freezing or torch.compile.
 
     Args:
         model: any module; it is changed in place.
-        rules: a mapping, of which the first key that matches a module decides for it. A key is a pattern over names
+        rules: a mapping; the first key that matches a module decides. A key is a pattern over names
             (``*`` stays within one dotted part, ``**`` crosses them; ``re:`` and a regular expression), a class or a
             tuple of classes, or a function of the module (or of its name and it). A value is a `Decision`, a policy,
             ``"full"``, ``"selective"``, a mapping of the options of `checkpoint`, or a `recollect.offload`, of which
@@ -160,16 +160,16 @@ def apply(
         policy: what the model's repeated blocks keep, written as for `checkpoint`; in place of `rules`.
         every: take only every n-th of the regions that the rules give, outermost ones in the model's order: 2 takes
             the first, third and so on.
-        first: only of the first so many.
+        first: take only the first n of them.
         unknown: there are no other options; those of torch are refused with what to write instead.
 
     Returns:
-        A handle, which prints what was applied where; its `remove` restores the model.
+        A handle that prints what was applied where; its `remove` restores the model.
 
     Raises:
-        ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, a rule has a
-            value it cannot have, or a plan was made for another model.
-        TypeError: the model is not a module, a rule has a type that it cannot have, or an option is unknown.
+        ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, a rule has an
+            invalid value, or a plan was made for another model.
+        TypeError: the model is not a module, a rule has the wrong type, or an option is unknown.
 
     >>> import torch, recollect
     >>> from recollect import Decision
@@ -189,7 +189,7 @@ def apply(
     >>> with recollect.apply(model, {Layer: Decision.RECOMPUTE, "*.self_attn": Decision.SAVE}):
     ...     model(torch.ones(1, 5, 4)).sum().backward()
 
-    What matches nothing is refused:
+    A pattern that matches nothing is refused:
 
     >>> recollect.apply(model, {"layers.*": Decision.RECOMPUTE})
     Traceback (most recent call last):

@@ -31,8 +31,8 @@ class Site:
         bytes: of the value's elements.
         flops: of the whole operator call.
         is_random: whether the operator draws random numbers.
-        is_routing: whether the value chooses (topk, sort, argmax, multinomial), or is counted out of such a choice.
-        is_collective: whether the operator talks to other processes.
+        is_routing: whether the value chooses (topk, sort, argmax, multinomial), or is counted from such a choice.
+        is_collective: whether the operator communicates with other processes.
 
     >>> Site(region="block", op="aten.mm.default", shape=(8, 16), dtype="float32", bytes=512, flops=4096).flops_per_byte
     8.0

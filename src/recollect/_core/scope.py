@@ -86,7 +86,7 @@ _current_watcher = watcher.get
 def region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Give a function a name inside models: policies can keep it whole, and reports show it.
 
-    Called outside of a checkpointed region, or where no policy speaks of the name, the function runs as it is.
+    Outside of a checkpointed region, or where no policy mentions the name, the function runs as it is.
 
     Args:
         name: what `recollect.policies.save_names` and reports call it.

@@ -39,27 +39,27 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
 ) -> Profile:
     """Run a step and say where its memory and time go, operator by operator.
 
-    The step runs once watched, and a few times more as it runs without us, to be timed. Where regions have policies it
-    is watched when they know their ways: the profile is that of any later step, and nothing that they learn stays.
-    Afterwards parameters, buffers, gradients, optimizers and random generators are bit for bit as they were, also if
-    the step fails. What the step writes into is copied to the host before. Hooks and the like that a model sets up at
-    its first forward stay set up, as an ordinary forward would leave them.
+    The step runs once while it is watched, and a few times more without, to be timed. Regions under policies are
+    watched once they have settled: the profile is that of any later step, and nothing that they learn stays. Afterwards
+    parameters, buffers, gradients, optimizers and random generators are bit for bit as they were, even if the step
+    fails; what the step writes into is copied to the host first. Hooks and the like that a model sets up in its first
+    forward stay, as an ordinary forward would leave them.
 
     A dry profile runs nothing: it follows the step on fake tensors, which need neither the memory nor the device, and
-    estimates. The model may be on ``meta``. Where the step reads values it is told some, which is noted; a step whose
-    sizes depend on them it cannot follow.
+    estimates. The model may be on ``meta``. If the step reads values it gets made-up ones, which is noted; a step
+    whose sizes depend on values cannot be followed.
 
     Args:
         step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed to one; a LightningModule
             without ``forward`` has its ``training_step`` called. Or a function that runs a step itself: if it returns
             a loss and has not run backward, that is run.
-        inputs: what it is called with.
-        kwargs: keyword arguments that it is called with.
-        loss: makes the loss of the model's output.
+        inputs: positional arguments for it.
+        kwargs: keyword arguments for it.
+        loss: a function from the model's output to the loss.
         optimizer: an instance or a class: its state is counted, and what its step would take. Without one, and if the
             step calls none, its state is taken as 0.
         dry: whether to use fake tensors.
-        device: what a dry profile is to estimate for: ``"cuda"``, or a name such as ``"H200"``; by default where the
+        device: what a dry profile estimates for: ``"cuda"``, or a name such as ``"H200"``; by default where the
             model is.
         dtype: in a dry profile, of all parameters and inputs that are floating-point; by default theirs.
         name: what reports call the profile; by default the name of the class or function.
@@ -81,7 +81,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     >>> seen.name, seen.calls[seen.timeline.peak_call].phase.value
     ('Sequential', 'backward')
 
-    Would it fit on a device that is not here?
+    Would it fit on a device that you do not have?
 
     >>> with torch.device("meta"):
     ...     large = torch.nn.Sequential(torch.nn.Linear(8, 2**20), torch.nn.GELU(), torch.nn.Linear(2**20, 1))
