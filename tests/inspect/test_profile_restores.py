@@ -286,6 +286,31 @@ def test_what_a_first_forward_sets_up_works_afterwards(dry: bool) -> None:
     assert len(model.layer._forward_hooks) == 1
 
 
+def test_schedulers_and_scalers_are_as_they_were() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(X).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+    def state() -> tuple[object, ...]:
+        return scheduler.last_epoch, scheduler.get_last_lr(), scaler.get_scale(), scaler._get_growth_tracker()
+
+    for _ in range(3):
+        step()
+    before = state()
+    recollect.profile(step)
+    assert state() == before
+    step()
+    assert scheduler.last_epoch == 4
+
+
 def test_what_a_step_adds_to_a_model_at_each_run_is_there_once() -> None:
     model = mlp()
 

@@ -22,6 +22,7 @@ from recollect._inspect.surroundings import device_of
 from recollect._selective.notes import notes_apart
 
 __recollect_role__ = Role.RUNNER
+_COUNTERS: tuple[type, ...] = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
 def profile(  # noqa: PLR0913 (all but the first are for some)
@@ -121,7 +122,11 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         with notes_apart():
             profiler = make(optimizers, inputs=values)
             run = called.bind(profiler, inputs, given)
-            return profiler.take(run, is_timed=timed, is_cleared=isinstance(step_or_model, nn.Module))
+            counters: list[object] = []
+            for kind in _COUNTERS:
+                counters += find_reachable(kind, step_or_model, values)
+            is_model = isinstance(step_or_model, nn.Module)
+            return profiler.take(run, is_timed=timed, is_cleared=is_model, counters=counters)
     from recollect._profile.dry.roofline import find_device
     from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -106,15 +106,26 @@ class StepProfiler:
         self._stepped: list[str] = []
         self._shadows: list[Shadow] = []
 
-    def take(self, step: Callable[[], object], *, is_timed: bool = True, is_cleared: bool = False) -> Profile:
+    def take(
+        self,
+        step: Callable[[], object],
+        *,
+        is_timed: bool = True,
+        is_cleared: bool = False,
+        counters: Iterable[object] = (),
+    ) -> Profile:
         """Profile a step as it is when it has run some times: regions under policies know their ways by then.
 
         Args:
             step: runs it; is called several times, and everything it changes is put back in between.
             is_timed: whether to run it again unwatched, for its time; not where nothing is run.
             is_cleared: whether it begins without gradients, as after ``zero_grad``.
+            counters: what else knows how many steps there were: schedulers of learning rates, scalers of losses.
         """
         self._is_cleared = is_cleared and self._restores
+        if self._restores:
+            for counter in counters:
+                self._snapshot.note_object(counter)
         with self._opened():
             self._watch(step)
             if all_notes():

@@ -79,6 +79,10 @@ class Snapshot:
             for parameter in group["params"]:
                 self.note_leaf(parameter)
 
+    def note_object(self, thing: object) -> None:
+        """Keep the attributes of a scheduler, a loss scaler or the like, and what its lists and dicts have."""
+        self._contents.note(vars(thing), depth=_DEEPEST)
+
     def note_generator(self, generator: torch.Generator) -> None:
         """Keep the state of a generator that is about to be drawn from; the first time counts."""
         if id(generator) not in self._generators:
