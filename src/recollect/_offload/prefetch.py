@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 LINK_SHARE = 0.92
 """Of forward, in which all that is sent without waiting must be gone: copies beside kernels are slower at times."""
 
+_LATE = 1.05  # how much longer than foreseen copies may take before the step waits for one to let go of its memory
+
 _SLACK = 0.03  # of backward's time: how much earlier a value is to be back
 
 
@@ -98,7 +100,8 @@ def make_timetable(
     fetches, order = _plan_fetches(values, speeds, gone_s, late_s)
     releases: dict[int, list[int]] = {}
     made_s = [value.made_s + delay for value, delay in zip(values, delay_s, strict=True)]
-    for number, when_s in gone_s.items():
+    for number, end_s in gone_s.items():
+        when_s = end_s if waits else made_s[0] + _LATE * (end_s - made_s[0])
         at = min(max(bisect.bisect_left(made_s, when_s), number), len(values) - 1)
         releases.setdefault(at, []).append(number)
     return Timetable(
