@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import recollect
 from recollect._offload.parcels import Handle, Stayed, stretch_of
 from recollect._offload.session import Session
 from recollect._offload.tiers import HostTier
-from tests.offload.late_lanes import late_session
+from tests.offload.late_lanes import CountingClock, late_session
 
 
 @pytest.fixture(autouse=True)
@@ -446,3 +447,43 @@ def test_a_host_tier_on_a_machine_without_device_says_that_it_frees_nothing() ->
     with says, recollect.offload(min_bytes=0):
         y = chain(x)
     y.sum().backward()
+
+
+def test_values_of_a_device_without_streams_stay() -> None:
+    session, _ = late_session()
+
+    def refuse(device: torch.device) -> Any:
+        raise NotImplementedError(f"no streams on {device}")
+
+    session.transfers._make_lanes = refuse
+    x = torch.randn(16, requires_grad=True)
+
+    def train() -> None:
+        with session:
+            y = chain(x)
+        y.sum().backward()
+
+    with pytest.warns(UserWarning, match="values on cpu stay there: copies beside its work are not possible") as caught:
+        train()
+    assert len(caught) == 1
+    (plain,) = torch.autograd.grad(chain(x).sum(), x)
+    assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
+
+
+def test_a_step_whose_clocks_are_not_one_is_not_learnt_from() -> None:
+    session, lanes = late_session(in_flight=100)
+
+    class Apart(CountingClock):
+        def seconds(self, start: Any, end: Any) -> float:
+            raise RuntimeError("events of two devices")
+
+    lanes.clock = Apart()
+    for _ in range(4):
+        x = torch.randn(16, requires_grad=True)
+        with session:
+            y = chain(x)
+        y.sum().backward()
+        (plain,) = torch.autograd.grad(chain(x).sum(), x)
+        assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
+    assert session.report().out_bytes > 0
+    assert len(session._lessons._all) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,11 +144,16 @@ class Accounts:
 
     def speeds(self, clock: Clock) -> tuple[float | None, float | None, float]:
         """Bytes per second out and back, of the slowest part of the way, and what the copies took in all."""
-        out, out_s = _speed([(size, clock.seconds(start, end)) for size, start, end in self.out_times or ()])
-        back, back_s = _speed([(size, clock.seconds(start, end)) for size, start, end in self.back_times or ()])
+        out, out_s = _speed(_finished(clock, self.out_times or ()))
+        back, back_s = _speed(_finished(clock, self.back_times or ()))
         written, written_s = _speed(list(self._written))
         read, read_s = _speed(list(self._read))
         return _slower(out, written), _slower(back, read), max(out_s, written_s) + max(back_s, read_s)
+
+
+def _finished(clock: Clock, times: Iterable[tuple[int, Mark, Mark]]) -> list[tuple[int, float]]:
+    """Copies that are done. What was fetched and never asked for may still be on its way."""
+    return [(size, clock.seconds(start, end)) for size, start, end in times if clock.is_past(end)]
 
 
 def _speed(copies: list[tuple[int, float]]) -> tuple[float | None, float]:

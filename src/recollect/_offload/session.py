@@ -174,7 +174,9 @@ class Session:
             return False
         if size < self.options.min_bytes or tensor.numel() == 0 or tensor.device.type == "meta":
             return False
-        return not is_capturing(tensor.device) and not is_recomputing()
+        if is_recomputing() or is_capturing(tensor.device):
+            return False
+        return self.transfers.has_lanes(tensor.device)
 
     def _pack_wrapper(self, tensor: Tensor) -> Any:
         """A distributed tensor travels as what it wraps; one that is still on its way from other processes stays."""
@@ -440,6 +442,15 @@ class Session:
         elif not clock.is_past(last):
             return False
         step.is_closed = True
+        try:
+            self._measure(step, clock)
+        except RuntimeError as error:  # of marks on several devices, whose clocks are not one
+            _log.debug("a step could not be measured: %s", error)
+            self._report = self._report.with_counts(self._steps, accounts)
+        return True
+
+    def _measure(self, step: Step, clock: Clock) -> None:
+        accounts = step.accounts
         stalls_s = accounts.stall_seconds()
         values = step.seen(stalls_s)
         out, back, copy_s = accounts.speeds(clock)
@@ -454,7 +465,6 @@ class Session:
             back_bytes_per_s=back or self._report.back_bytes_per_s,
             pinned_bytes=pinned_bytes,
         ).with_counts(self._steps, accounts)
-        return True
 
     def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
         known = self._lessons.about(tuple(step.signatures))

@@ -119,6 +119,7 @@ class Transfers:
         self.in_flight, self.accounts = in_flight, accounts
         self._make_lanes = make_lanes
         self._lanes: dict[torch.device, Lanes] = {}
+        self._without_lanes: set[torch.device] = set()
         self._workers: ThreadPoolExecutor | None = None
         self._writing: deque[tuple[WriteJob, int]] = deque()
         self._left_early: deque[int] = deque()  # sizes of parcels that died on their way out
@@ -141,6 +142,20 @@ class Transfers:
         if lanes is None:
             lanes = self._lanes[device] = self._make_lanes(device)
         return lanes
+
+    def has_lanes(self, device: torch.device) -> bool:
+        """Whether values of a device can travel: one without streams has no lanes, and its values stay."""
+        if device in self._lanes or self.is_on_host(device):
+            return True
+        if device not in self._without_lanes:
+            try:
+                self.lanes_of(device)
+            except (RuntimeError, NotImplementedError) as error:
+                self._without_lanes.add(device)
+                self._say(
+                    f"{device}", f"values on {device} stay there: copies beside its work are not possible ({error})"
+                )
+        return device not in self._without_lanes
 
     def is_on_host(self, device: torch.device) -> bool:
         """Whether values there are in host memory by nature, with no lanes to travel on."""
