@@ -19,6 +19,7 @@ import recollect
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.decisions import Decision, Site
 from recollect._core.gains import Gain
+from recollect._core.held import find_cached
 from recollect._core.profiles import ModuleEntry, Profile
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._plan.gains import find_gains
@@ -80,6 +81,32 @@ def test_the_peak_is_that_of_the_model_whose_modules_are_recomputed(name: str) -
         after = take()
         recollect.remove(model)
         assert gain.peak_bytes == pytest.approx(after.peak_bytes, rel=0.01), gain.path
+
+
+@pytest.mark.parametrize("uses_cache", [True, False])
+def test_a_cache_of_keys_and_values_does_not_mislead(uses_cache: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        use_cache=uses_cache,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 64, (8, 64))
+
+    def take() -> Profile:
+        return recollect.profile(model, ids, kwargs={"labels": ids}, timed=False)
+
+    before = take()
+    assert bool(find_cached(before)) == uses_cache
+    gain = by_path(before)["model.layers.*"]
+    with recollect.apply(model, {"model.layers.*": "full"}):
+        assert gain.peak_bytes == pytest.approx(take().peak_bytes, rel=0.01)
 
 
 def tree_sum(output: Any) -> torch.Tensor:
@@ -275,7 +302,7 @@ def test_a_policy_sees_calls_counted_as_in_a_region() -> None:
     assert {region for region, _, _ in seen} == {"layers.*"}
 
 
-def test_what_a_cache_holds_is_not_freed() -> None:
+def test_what_something_else_holds_is_not_freed() -> None:
     plain = transformer_step(4, tokens=1024)
     keys = [
         made.storage

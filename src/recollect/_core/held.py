@@ -26,10 +26,9 @@ def find_held(profile: Profile) -> frozenset[int]:
     [0]
     """
     calls = profile.calls
+    last_use = find_last_uses(profile)
     last_of_module: dict[str, int] = {}
-    last_use: dict[int, int] = {}
     for number, call in enumerate(calls):
-        last_use.update(dict.fromkeys(call.reads, number))
         if call.forward is not None and call.phase is not Phase.FORWARD:
             last_of_module[calls[call.forward].module] = number
     saved = {edge.storage for edge in profile.saved}
@@ -43,3 +42,26 @@ def find_held(profile: Profile) -> frozenset[int]:
             if end > last + 1 + _SLACK:
                 found.add(made.storage)
     return frozenset(found)
+
+
+def find_cached(profile: Profile) -> frozenset[int]:
+    """Of those, the entries of a cache of keys and values that was empty: as large as what was put in.
+
+    `recollect.apply` fills no such cache while a model trains, so that recomputing frees them.
+    """
+    makers = {made.storage: made.call for made in profile.made()}
+    found = set()
+    for storage in find_held(profile):
+        call = profile.calls[makers[storage]]
+        if call.op == "aten.cat.default":
+            size = profile.storages[storage].bytes
+            found |= {storage} if any(value.bytes == size for value in call.inputs) else set()
+    return frozenset(found)
+
+
+def find_last_uses(profile: Profile) -> dict[int, int]:
+    """The last call that reads each storage."""
+    last_use: dict[int, int] = {}
+    for number, call in enumerate(profile.calls):
+        last_use.update(dict.fromkeys(call.reads, number))
+    return last_use

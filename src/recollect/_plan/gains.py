@@ -2,9 +2,10 @@
 
 Each is judged as if it were the only one: the values that the module saves are gone after its forward, its inputs are
 held, and all of it runs again just before its backward. Under a policy, what it keeps stays and does not run again.
-Results that others save stay, and so does what something else holds, such as a cache of keys and values. It does not
-say what several choices give together (see `simulate`), does not count on recomputation that stops early, and takes
-calls of one module that follow each other immediately for one call.
+Results that others save stay, and so does what something else holds, such as a list. Entries of a cache of keys and
+values do not: where modules are recomputed, none is filled. It does not say what several choices give together (see
+`simulate`), does not count on recomputation that stops early, and takes calls of one module that follow each other
+immediately for one call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from recollect._core.calls import Category, Lifetime, OpCall, Phase
 from recollect._core.decisions import Decision, Site
 from recollect._core.families import Families, paths_above
 from recollect._core.gains import Gain
-from recollect._core.held import find_held
+from recollect._core.held import find_cached, find_held, find_last_uses
 from recollect._core.profiles import ModuleEntry, Profile
 
 Policy = Callable[[Site], Decision | None]
@@ -129,7 +130,9 @@ class _Scales:
         for storage, call in self._makers.items():
             self._made[call].append(storage)
         self._read_uses()
-        self._held = find_held(profile)
+        self._cached = find_cached(profile)
+        self._held = find_held(profile) - self._cached
+        self._read_last = find_last_uses(profile) if self._cached else {}
         self._runs = self._find_runs()
         self._levels = _Levels(self._list_levels())
 
@@ -274,6 +277,10 @@ class _Scales:
             if change is not None:
                 changes.append(change)
                 freed.add(storage)
+                if storage in self._cached:  # without the cache, what is made again goes after its last use
+                    gone, end = 2 * self._read_last.get(storage, 0) + 2, self._spans[storage][1]
+                    assert end is not None
+                    changes.append(_Change(gone, max(gone, 2 * end), -self._sizes[storage]))
         for storage, moment in until.items():
             start, end = self._spans[storage]
             if storage not in freed and end is not None and 2 * end < moment:
