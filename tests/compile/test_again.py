@@ -13,6 +13,7 @@ from torch.utils import checkpoint as theirs
 
 import recollect
 from recollect import Decision, compat, policies
+from recollect.compat import composable
 from recollect.compat.higher_order import tag_activation_checkpoint, wrap_activation_checkpoint
 from recollect.integrations.export import restore_regions
 from tests.compile.counting import Step, assert_same, run_compiled, run_step
@@ -54,6 +55,18 @@ def test_regions_nested_in_a_graph_that_is_traced_again() -> None:
     graph = torch._dynamo.export(outer)(x, w).graph_module
     found, expected = run_compiled(graph, [x, w]), run_compiled(outer, [x, w])
     assert found.graphs.count() == expected.graphs.count()
+
+
+def test_a_function_made_inside_the_graph_names_its_region() -> None:
+    def outer(x: Tensor) -> Any:
+        def inner(x: Tensor) -> Tensor:
+            return x.sin().exp()
+
+        return tag_activation_checkpoint(inner, x)
+
+    graph = torch._dynamo.export(outer)(leaf(2)).graph_module.graph
+    (call,) = (node for node in graph.nodes if node.target is tag_activation_checkpoint)
+    assert call.kwargs["recollect_region"][0] == "inner"
 
 
 # Graphs inside a region's graph.
@@ -165,6 +178,10 @@ def in_place(net: Net, how: str) -> nn.Module:
         recollect.apply(net, {"block": policies.save_matmuls})
     elif how == "full":
         recollect.apply(net, {"block": Decision.RECOMPUTE})
+    elif how == "composable":
+        composable.checkpoint(net.block)
+    elif how == "wrapper":
+        net.block = compat.checkpoint_wrapper(net.block)
     elif how == "call":
         inner = net.block
         net.forward = lambda x: recollect.checkpoint(inner, name="block")(x.cos()).sin()  # type: ignore[method-assign]
@@ -183,6 +200,8 @@ def in_place(net: Net, how: str) -> nn.Module:
         ("policy", {"addmm": 0, "gelu": 1}),
         ("call", {"addmm": 2, "gelu": 1}),
         ("compat", {"addmm": 2, "gelu": 1}),
+        ("composable", {"addmm": 2, "gelu": 1}),
+        ("wrapper", {"addmm": 2, "gelu": 1}),
     ],
 )
 def test_an_exported_program_keeps_its_regions_when_it_is_saved(how: str, again: dict[str, int], strict: bool) -> None:
@@ -202,6 +221,12 @@ def test_an_exported_program_keeps_its_regions_when_it_is_saved(how: str, again:
     assert_same(found, expected)
     lowered = loaded.run_decompositions({})
     assert run_compiled(lowered.module(), [x]).graphs.count("gelu") == {"gelu": 1}
+
+
+def test_exporting_says_how_regions_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="recollect"):
+        torch.export.export(in_place(Net(), "full"), (leaf(2, 4),))
+    assert "restore_regions(program)" in caplog.text
 
 
 def test_a_program_without_regions_has_none_to_restore() -> None:

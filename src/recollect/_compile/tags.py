@@ -9,6 +9,7 @@ them for whoever partitions or offloads by those.
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ from recollect._core.torch_private.schemas import HigherOrderOperator
 from recollect._policy.base import CallPolicy, Policy
 from recollect._policy.judging import judge
 
-META = torch.device("meta")
+_log = logging.getLogger("recollect")
+_META = torch.device("meta")
 _ids = itertools.count(1)
 _RECOMPUTE = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 
@@ -62,6 +64,11 @@ def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | No
                 needed.append(source)
     if is_exporting():
         _write_down([*added, *needed])
+        _log.info(
+            "region '%s' is noted in the exported program. It acts where that is compiled; after torch.export.load, "
+            "recollect.integrations.export.restore_regions(program) puts it in force again",
+            region,
+        )
     return added, tagger.words
 
 
@@ -280,7 +287,7 @@ class _Shape(tuple[int, ...]):
 
     __slots__ = ()
 
-    device = META
+    device = _META
     """Where formulas do not ask for the numbers in a tensor."""
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import _C
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, TupleVariable, higher_order_ops
+from torch._dynamo.variables.functions import NestedUserFunctionVariable
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -90,7 +91,7 @@ def capture_checkpoint(
             if value_of(contexts) is nothing:
                 contexts = ConstantVariable.create(None)
             asked = {
-                "name": ConstantVariable.create(name_of(_function_of(args[0].realize()))),
+                "name": ConstantVariable.create(_name_of(args[0].realize(), name_of)),
                 "policy": ConstantVariable.create(None),
                 "contexts": contexts,
             }
@@ -175,6 +176,12 @@ def _packed(args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """A call as `capture_calls` takes it: function, positional and keyword arguments."""
     keywords = {ConstantVariable.create(name): value for name, value in kwargs.items()}
     return [args[0], TupleVariable(list(args[1:])), ConstDictVariable(keywords, dict)]
+
+
+def _name_of(variable: Any, name_of: Callable[[Any], str]) -> str:
+    if isinstance(variable, NestedUserFunctionVariable):  # made inside what is traced: there is no function yet
+        return variable.get_code().co_name
+    return name_of(_function_of(variable))
 
 
 def _function_of(variable: Any) -> Any:

@@ -7,7 +7,7 @@ from sys import _getframe
 from typing import Any, Self
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.function import name_of
 from recollect._apply.options import Choices
@@ -127,14 +127,16 @@ def checkpoint(
 
 # Functions of a module, not closures: so they are pickled by name, and copies of a module share them.
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    if is_dynamo_compiling() and "forward" in vars(module):  # loaded from a file, it has none, and the graph breaks
+    is_traced = is_dynamo_compiling() or is_exporting()
+    if is_traced and "forward" in vars(module):  # loaded from a file, it has none, and the graph breaks
         return None
     return _before_eager(module, args, kwargs)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-    if not is_dynamo_compiling():
-        _after_eager(module, args, result)
+    if is_dynamo_compiling() or (is_exporting() and "forward" in vars(module)):
+        return
+    _after_eager(module, args, result)
 
 
 @untraced

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_exporting
 
 from recollect._apply.options import Choices
 from recollect._apply.stand_in import StandIn
@@ -24,4 +25,6 @@ class GraphStandIn(StandIn):
 
     @untraced
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_exporting():
+            return super()._call(args, kwargs)
         return self.__wrapped__(*args, **kwargs)
