@@ -181,7 +181,7 @@ def in_place(net: Net, how: str) -> nn.Module:
     elif how == "composable":
         composable.checkpoint(net.block)
     elif how == "wrapper":
-        net.block = compat.checkpoint_wrapper(net.block)
+        net.set_submodule("block", compat.checkpoint_wrapper(net.block))
     elif how == "call":
         inner = net.block
         net.forward = lambda x: recollect.checkpoint(inner, name="block")(x.cos()).sin()  # type: ignore[method-assign]
