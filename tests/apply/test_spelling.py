@@ -155,3 +155,14 @@ def test_selective_says_when_it_keeps_nothing_and_what_would_help() -> None:
     assert re.search(r"policies\.save_ops\('aten\.[A-Za-z.]+'\), or write 'full'\.$", str(caught[0].message))
     with pytest.warns(UserWarning, match=r"'selective' keeps nothing in region 'Gated'"):
         recollect.checkpoint(Gated(), policy="selective")(x)
+
+
+def test_the_table_says_what_a_plan_frees_and_costs() -> None:
+    model = GPT()
+    made = recollect.plan(recollect.profile(model, TOKENS, loss=torch.sum), budget="min")
+    with recollect.apply(model, made) as handle:
+        pattern = (
+            r"frees [\d.]+ \w+ of a peak of [\d.]+ \w+ \(\d+%\), (costs \d+% more|takes \d+% less) time, as planned$"
+        )
+        assert re.search(pattern, str(handle))
+        assert ", as planned</p>" in handle._repr_html_()

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from recollect._core.units import format_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedPlace:
@@ -48,6 +50,24 @@ def write_html(head: str, places: Sequence[AppliedPlace], notes: Iterable[str]) 
         f"<div><p><b>{html.escape(head)}</b></p><table {style}><thead><tr>{names}</tr></thead>"
         f"<tbody>{''.join(cells)}</tbody></table>{said}</div>"
     )
+
+
+def describe_effect(
+    peak_bytes: int, plain_peak_bytes: int, step_s: float | None, plain_step_s: float | None, *, how: str
+) -> str:
+    """What regions free and cost, in a sentence.
+
+    >>> describe_effect(60 * 2**20, 100 * 2**20, 1.3, 1.0, how="as planned")
+    'frees 40.00 MiB of a peak of 100.00 MiB (40%), costs 30% more time, as planned'
+    """
+    freed = plain_peak_bytes - peak_bytes
+    share = f" ({freed / plain_peak_bytes:.0%})" if plain_peak_bytes else ""
+    text = f"frees {format_bytes(freed)}" if freed >= 0 else f"takes {format_bytes(-freed)} more"
+    text += f" of a peak of {format_bytes(plain_peak_bytes)}{share}" if freed >= 0 else ""
+    if step_s is not None and plain_step_s:
+        change = step_s / plain_step_s - 1
+        text += f", costs {change:.0%} more time" if change >= 0 else f", takes {-change:.0%} less time"
+    return f"{text}, {how}"
 
 
 def _rows(places: Iterable[AppliedPlace]) -> list[tuple[str, str, str, str]]:

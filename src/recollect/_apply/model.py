@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import nn
 
-from recollect._apply.applied import AppliedPlace, describe_places, write_html
+from recollect._apply.applied import AppliedPlace, describe_effect, describe_places, write_html
 from recollect._apply.blocks import find_blocks
 from recollect._apply.caches import describe_twice, switches_for
 from recollect._apply.instance_forward import InstanceForward, entries_of
@@ -35,6 +35,7 @@ from recollect._apply.stand_in import StandIn, stand_in_of
 from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
 from recollect._core.decisions import Decision
 from recollect._core.plans import Plan
+from recollect._core.profiles import Profile
 from recollect._core.units import count_noun, list_some
 from recollect._offload.accounts import OffloadReport
 from recollect._offload.offload import Offload, Staying
@@ -61,6 +62,7 @@ class Applied:
         self.places = tuple(places)
         self._entries: list[InstanceForward] = []
         self._notes: list[str] = []
+        self._effect = ""
         self._away: list[Offload] = []
         self.is_removed = False
 
@@ -90,6 +92,29 @@ class Applied:
         """Whether some region keeps values by a policy."""
         return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
 
+    def compare(self, before: Profile, after: Profile) -> None:
+        """Let the table say what this frees and costs, from profiles of a step without it and with it.
+
+        Args:
+            before: of the plain step.
+            after: of the same step with what was applied.
+
+        >>> import torch, recollect
+        >>> from torch.nn import GELU, Linear, Sequential
+        >>> model = Sequential(*(Sequential(Linear(8, 8), GELU()) for _ in range(4)))
+        >>> x = torch.randn(512, 8)
+        >>> plain = recollect.profile(model, x)
+        >>> handle = recollect.apply(model)
+        >>> handle.compare(plain, recollect.profile(model, x))
+        >>> print(handle)
+        recollect.apply: 4 regions in Sequential
+        module  class       what       rule
+        0-3     Sequential  recompute  repeated blocks
+        frees ... KiB of a peak of ... KiB (...%), ..., as profiled
+        """
+        found = (after.peak_bytes, before.peak_bytes, after.step_s, before.step_s)
+        self._effect = describe_effect(*found, how="as profiled")
+
     def remove(self) -> None:
         """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
         while self._entries:
@@ -107,7 +132,10 @@ class Applied:
 
     def __str__(self) -> str:
         """The table."""
-        return "\n".join([self.head, *describe_places(self.places), *self._notes])
+        return "\n".join([self.head, *describe_places(self.places), *self._all_notes()])
+
+    def _all_notes(self) -> list[str]:
+        return [*self._notes, self._effect] if self._effect else self._notes
 
     @property
     def head(self) -> str:
@@ -128,7 +156,7 @@ class Applied:
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
-        return write_html(self.head, self.places, self._notes)
+        return write_html(self.head, self.places, self._all_notes())
 
 
 def apply(
@@ -235,6 +263,9 @@ def apply(
         handle._put(entry)  # noqa: SLF001
     handle._away = list({id(rule.away): rule.away for _, rule in chosen if rule.away is not None}.values())  # noqa: SLF001
     _put_switches(handle, model, [target.module for target in _regions_in(chosen)])
+    if isinstance(rules, Plan) and (told := rules.forecast) is not None:
+        found = (told.peak_bytes, told.plain_peak_bytes, told.step_s, told.plain_step_s)
+        handle._effect = describe_effect(*found, how="as planned")  # noqa: SLF001
     _log.info("%s", handle)
     return handle
 
