@@ -20,6 +20,7 @@ from recollect._core.errors import (
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.scope import is_recomputing, name, region
+from recollect._fit.fit import Fitted, fit
 from recollect._fit.plan import plan
 from recollect._inspect.explain import explain
 from recollect._inspect.oom.watch import OomReport, on_oom
@@ -43,6 +44,7 @@ __all__ = [
     "Choice",
     "CompileError",
     "Decision",
+    "Fitted",
     "MismatchError",
     "Offload",
     "OffloadError",
@@ -60,6 +62,7 @@ __all__ = [
     "checkpoint",
     "explain",
     "explain_mismatch",
+    "fit",
     "graph_rng",
     "is_recomputing",
     "name",

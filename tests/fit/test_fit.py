@@ -1,0 +1,109 @@
+"""fit: in one call from a model to one that stays within a budget, all else as found."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import recollect
+from recollect._fit.batches import read_batch
+from tests.models import GPT
+
+pytest.importorskip("scipy")
+
+TOKENS = torch.randint(0, 32, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def make() -> GPT:
+    torch.manual_seed(0)
+    return GPT(dropout=0.0)
+
+
+def find_budget(model: nn.Module, share: float = 0.8) -> int:
+    seen = recollect.profile(model, TOKENS)
+    return max(int(seen.peak_bytes * share), recollect.plan(seen, budget="min").peak_bytes * 102 // 100)
+
+
+def test_a_fitted_model_stays_within_its_budget_and_everything_else_is_as_it_was() -> None:
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    budget, state = find_budget(model), torch.get_rng_state()
+    fitted = recollect.fit(model, TOKENS, budget=budget)
+    forecast = fitted.plan.forecast
+    assert forecast is not None
+    assert forecast.measured_peak_bytes is not None
+    assert forecast.measured_peak_bytes <= budget
+    assert forecast.measured_step_s
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+    assert "measured peak" in str(fitted)
+    assert "<table>" in fitted._repr_html_()
+    fitted.remove()
+    assert fitted.is_removed
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_step_of_the_users_is_fitted() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(tokens: Tensor) -> None:
+        model(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with recollect.fit(model, TOKENS, step=step, budget="min") as fitted:
+        assert fitted.plan.regions
+        step(TOKENS)
+
+
+def test_what_cannot_fit_is_refused_and_the_model_stays_plain() -> None:
+    model = make()
+    with pytest.raises(recollect.BudgetError, match=r"no plan fits 1.00 KiB"):
+        recollect.fit(model, TOKENS, budget="1KiB")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_error_in_the_step_leaves_the_model_plain() -> None:
+    model, calls = make(), []
+
+    def step(tokens: Tensor) -> None:
+        calls.append(tokens)
+        if any("forward" in vars(module) for module in model.modules()):
+            message = "not under a plan"
+            raise RuntimeError(message)
+        model(tokens).sum().backward()
+
+    with pytest.raises(RuntimeError, match="not under a plan"):
+        recollect.fit(model, TOKENS, step=step, budget="min")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_batches_are_read_as_people_have_them() -> None:
+    model, x, y = nn.Linear(2, 1), torch.ones(3, 2), torch.ones(3, 1)
+    assert read_batch(x, None, model).args == (x,)
+    assert read_batch((x, y), None, model).args == (x, y)
+    assert dict(read_batch({"input": x}, None, model).kwargs) == {"input": x}
+    pair = read_batch((x, y), nn.MSELoss(), model)
+    assert pair.args == (x,)
+    assert pair.loss is not None
+    assert torch.equal(pair.loss(y), nn.MSELoss()(y, y))
+    named = read_batch({"input": x, "labels": y}, nn.functional.mse_loss, model)
+    assert list(named.kwargs) == ["input"]
+
+
+def test_of_a_loader_the_largest_batch_is_taken_and_random_numbers_are_put_back() -> None:
+    sizes: list[Tensor] = [torch.ones(2), torch.ones(5), torch.ones(3)]
+    model = nn.Linear(1, 1)
+    state = torch.get_rng_state()
+    found = read_batch(DataLoader(sizes, batch_size=None, shuffle=True), None, model)  # type: ignore[arg-type]
+    assert [arg.numel() for arg in found.args] == [5]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"expects a torch.nn.Module first"):
+        recollect.fit(lambda x: x, TOKENS, budget="min")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give one of step= and loss="):
+        recollect.fit(make(), TOKENS, budget="min", step=print, loss=torch.sum)
