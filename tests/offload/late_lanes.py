@@ -13,7 +13,8 @@ from torch import Tensor
 
 from recollect._offload.accounts import Accounts
 from recollect._offload.compression import Compression
-from recollect._offload.session import Session, SessionOptions
+from recollect._offload.learning import SessionOptions
+from recollect._offload.session import Session
 from recollect._offload.streams import Clock, Copy, Mark
 from recollect._offload.tiers import HostTier, Tier
 from recollect._offload.transfers import Transfers

@@ -299,7 +299,7 @@ def test_a_value_that_somebody_holds_is_not_sent_again() -> None:
         y.sum().backward()
         if step:
             assert lanes.outs - before <= 12
-    lesson = session._lessons._all[0]
+    lesson = session._learner.lessons._all[0]
     assert [value.is_held for value in lesson.values[:3]] == [True, True, False]
 
 
@@ -486,4 +486,4 @@ def test_a_step_whose_clocks_are_not_one_is_not_learnt_from() -> None:
         (plain,) = torch.autograd.grad(chain(x).sum(), x)
         assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
     assert session.report().out_bytes > 0
-    assert len(session._lessons._all) == 0
+    assert len(session._learner.lessons._all) == 0

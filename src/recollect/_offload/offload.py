@@ -17,8 +17,9 @@ from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._core.units import parse_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
+from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Stayed
-from recollect._offload.session import Session, SessionOptions
+from recollect._offload.session import Session
 from recollect._offload.tiers import Tier, shared_hosts
 from recollect._offload.transfers import Transfers
 

@@ -17,8 +17,9 @@ from recollect._core.errors import ChangedInputError
 
 if TYPE_CHECKING:
     from recollect._offload.compression import Codec
+    from recollect._offload.jobs import ReadJob, WriteJob
     from recollect._offload.pinned import Buffer
-    from recollect._offload.transfers import ReadJob, Transfers, WriteJob
+    from recollect._offload.transfers import Transfers
 
 _ALIGNMENT = 256  # of where a stretch starts; allocators of devices give that much or more
 

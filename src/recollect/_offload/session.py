@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 from weakref import ref
@@ -30,37 +29,16 @@ from recollect._core.torch_private.storages import count_holders
 from recollect._core.travel import listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
-from recollect._offload.compression import Compression
+from recollect._offload.learning import MEASURED_STEPS, Learner, SessionOptions
 from recollect._offload.parcels import Handle, Parcel, Stayed, stretch_of
-from recollect._offload.prefetch import SeenValue, Speeds, Timetable, make_timetable
-from recollect._offload.steps import Lesson, Lessons, Step
+from recollect._offload.steps import Step
 from recollect._offload.streams import Clock, is_capturing
 from recollect._offload.transfers import Transfers
 
 _log = logging.getLogger("recollect")
 
-_LEARNING_STEPS = 2  # measured with the host waiting for the last mark; the first is slow for other reasons
-_MEASURED_STEPS = 4
-_MEASURED_EVERY = 64
 _LOG_AFTER = 3
 _ALONE = 1  # holders of a storage when only our alias is left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """How a session is to behave.
-
-    Attributes:
-        min_bytes: smaller values stay.
-        in_flight: most bytes on their way at a time, each way.
-        waits: whether the step may wait for copies; if not, only what the link can carry beside forward is sent.
-        compression: what values pass through.
-    """
-
-    min_bytes: int
-    in_flight: int
-    waits: bool
-    compression: Compression
 
 
 class Session:
@@ -83,12 +61,10 @@ class Session:
         # Weakly, all of them: only graphs hold parcels.
         self._pending: deque[tuple[ref[Parcel], int]] = deque()
         self._waiting: list[ref[Parcel]] = []  # to be sent once nobody else holds them
-        self._unclosed: deque[Step] = deque(maxlen=_MEASURED_STEPS)  # whose times cannot be read yet
-        self._lessons = Lessons()
-        self._steps = 0
+        self._unclosed: deque[Step] = deque(maxlen=MEASURED_STEPS)  # whose times cannot be read yet
+        self._learner = Learner(tier, options, transfers)
         self._pass_id = -1
         self._came_back: list[ref[Parcel]] = []
-        self._report = OffloadReport(tier=tier)
         self._has_spoken = False
 
     # The hooks.
@@ -230,7 +206,7 @@ class Session:
             number < len(lesson.signatures) and lesson.signatures[number] == step.signatures[number]
         )
         if number == 0 or not is_as_foreseen:
-            step.lesson = self._lessons.find(step.signatures)
+            step.lesson = self._learner.lessons.find(step.signatures)
 
     def _sends(self, step: Step, parcel: Parcel) -> bool:
         table = step.timetable
@@ -401,8 +377,8 @@ class Session:
             self._pass_id = -1
             self._drop_returned()
             step = self._step
-            if step is not None and step.is_done() and self._steps <= _LEARNING_STEPS:
-                self._close(step, waits=True)
+            if step is not None and step.is_done() and self._learner.is_learning:
+                self._learner.close(step, waits=True)
         self._tell()
 
     # Learning.
@@ -414,107 +390,16 @@ class Session:
     def _open_step(self) -> Step:
         if self._step is not None:
             self._unclosed.append(self._step)
-        is_learning = self._steps <= _LEARNING_STEPS
+        is_learning = self._learner.is_learning
         self._unclosed = deque(
-            (step for step in self._unclosed if not self._close(step, waits=is_learning)), maxlen=_MEASURED_STEPS
+            (step for step in self._unclosed if not self._learner.close(step, waits=is_learning)), maxlen=MEASURED_STEPS
         )
-        if listeners:  # a profile is taken, which slows the step down: nothing is to be learnt of it
-            is_measured = False
-        else:
-            self._steps += 1
-            is_measured = self._steps <= _MEASURED_STEPS or self._steps % _MEASURED_EVERY == 0
+        # While a profile is taken, which slows the step down, nothing is to be learnt of it.
+        is_measured = not listeners and self._learner.count()
         self.transfers.accounts = Accounts(measures=is_measured)
         self._known = {key: known for key, known in self._known.items() if known() is not None}
         self._step = Step(self.transfers.accounts)
         return self._step
-
-    def _close(self, step: Step, *, waits: bool) -> bool:
-        """Learn from a step, unless its marks have not been reached and nobody wants to wait; says whether it did."""
-        if step.is_closed:
-            return True
-        accounts, clock, last = step.accounts, step.clock, step.last_mark()
-        if clock is None or last is None:
-            step.is_closed = True
-            self._report = self._report.with_counts(self._steps, accounts)
-            return True
-        if waits:
-            clock.wait(last)
-        elif not clock.is_past(last):
-            return False
-        step.is_closed = True
-        try:
-            self._measure(step, clock)
-        except RuntimeError as error:  # of marks on several devices, whose clocks are not one
-            _log.debug("a step could not be measured: %s", error)
-            self._report = self._report.with_counts(self._steps, accounts)
-        return True
-
-    def _measure(self, step: Step, clock: Clock) -> None:
-        accounts = step.accounts
-        stalls_s = accounts.stall_seconds()
-        values = step.seen(stalls_s)
-        out, back, copy_s = accounts.speeds(clock)
-        self._learn(step, tuple(values), out, back)
-        pinned_bytes = 0 if self.transfers.host is None else self.transfers.host.pool.held_bytes
-        self._report = OffloadReport(
-            tier=self.tier,
-            copy_s=copy_s,
-            stall_s=sum(stalls_s) + accounts.host_stall_s,
-            forward_s=max((value.made_s for value in values), default=0.0),
-            out_bytes_per_s=out or self._report.out_bytes_per_s,
-            back_bytes_per_s=back or self._report.back_bytes_per_s,
-            pinned_bytes=pinned_bytes,
-        ).with_counts(self._steps, accounts)
-
-    def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
-        known = self._lessons.about(tuple(step.signatures))
-        out = out or (known.speeds.out if known is not None else None)
-        back = back or (known.speeds.back if known is not None else None) or out
-        if out is None or back is None or len(values) != len(step.signatures) or not step.has_backward:
-            return
-        speeds = Speeds(out=out, back=back)
-        times_seen = 1 if known is None else known.times_seen + 1
-        if known is not None:  # what was held stays held: it was not sent since, so nobody could see it
-            pairs = zip(values, known.values, strict=True)
-            values = tuple(replace(now, is_held=now.is_held or before.is_held) for now, before in pairs)
-        table, has_room = None, None if known is None else known.has_room
-        if self._steps % _MEASURED_EVERY == 0:
-            has_room = None  # once in a while what is sent may grow
-        if self.options.waits or times_seen >= _LEARNING_STEPS:
-            table = self._make_timetable(values, speeds, has_room)
-            if has_room is None and times_seen >= _LEARNING_STEPS:
-                has_room = table.sends
-                self._pin(values, has_room)
-        self._lessons.add(
-            Lesson(
-                signatures=tuple(step.signatures),
-                values=values,
-                speeds=speeds,
-                timetable=table,
-                times_seen=times_seen,
-                has_room=has_room,
-            )
-        )
-
-    def _make_timetable(
-        self, values: tuple[SeenValue, ...], speeds: Speeds, has_room: tuple[bool, ...] | None
-    ) -> Timetable:
-        """For the next step. Once room is pinned, only what it was pinned for is sent."""
-        pool = None if self.transfers.host is None or self.transfers.slow is not None else self.transfers.host.pool
-        return make_timetable(
-            values,
-            speeds,
-            in_flight=self.options.in_flight,
-            waits=self.options.waits,
-            most_bytes=None if pool is None else pool.limit,
-            has_room=has_room,
-        )
-
-    def _pin(self, values: tuple[SeenValue, ...], sends: tuple[bool, ...]) -> None:
-        """Pin what a step will need, so that later ones pin nothing."""
-        if self.transfers.host is not None:
-            sizes = (value.bytes for value, is_sent in zip(values, sends, strict=True) if is_sent)
-            self.transfers.host.pool.reserve(sizes)
 
     # Words.
 
@@ -523,16 +408,16 @@ class Session:
         with self._lock:
             step = self._step
             if step is not None and step.has_backward and step.is_done():
-                self._close(step, waits=True)
-            return self._report
+                self._learner.close(step, waits=True)
+            return self._learner.report
 
     def _tell(self) -> None:
         """Say what is to be said: outside the lock, where a warning may raise."""
         self.transfers.say_news()
-        if self._has_spoken or self._steps <= _LOG_AFTER or self._report.stall_s is None:
+        if self._has_spoken or self._learner.steps <= _LOG_AFTER or self._learner.report.stall_s is None:
             return
         self._has_spoken = True
-        report = self._report
+        report = self._learner.report
         _log.info("%s", report)
         if report.is_slower_than_recomputing:
             assert report.stall_s is not None

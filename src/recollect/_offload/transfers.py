@@ -8,7 +8,6 @@ comes back is allocated on the computing stream, and the copy waits for the poin
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import deque
@@ -24,74 +23,13 @@ from recollect._core.errors import OffloadError, TierFullError
 from recollect._core.travel import Move, News, listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts
+from recollect._offload.jobs import ReadJob, WriteJob
 from recollect._offload.parcels import Parcel, bytes_of
 from recollect._offload.pinned import Buffer, aligned_bytes
 from recollect._offload.streams import Copy, DeviceLanes, HostClock, Lanes
 from recollect._offload.tiers import HostTier, Tier
 
 _WORKERS = 4
-
-
-class WriteJob:
-    """A value on its way to a slower tier, or there.
-
-    Attributes:
-        failure: why it could not be written, if it could not; it is then still where it was.
-        is_claimed: somebody reads the buffer that it is written from, which is theirs to give back.
-        future: done when it is written, or has failed.
-    """
-
-    __slots__ = ("_has_left", "_is_orphan", "_key", "_lock", "_tier", "failure", "future", "is_claimed")
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier, self._key, self._is_orphan = tier, None, False
-        self._has_left = self.is_claimed = False
-        self._lock = threading.Lock()
-        self.failure = ""  # text only: an exception would hold the bytes by its traceback
-        self.future: Future[None]
-
-    def arrive(self, key: Any) -> None:
-        """It is written; or nobody wants it any more."""
-        with self._lock:
-            self._key = key
-            if not self._is_orphan:
-                return
-        self._tier.free(key)
-
-    def claim(self) -> bool:
-        """Keep the buffer that it is written from; says whether it was still there."""
-        with self._lock:
-            self.is_claimed = self.is_claimed or not self._has_left
-            return self.is_claimed
-
-    def leave(self) -> bool:
-        """It needs its buffer no longer; says whether it is the writer's to give back."""
-        with self._lock:
-            self._has_left = True
-            return not self.is_claimed
-
-    def forget(self) -> None:
-        """Nobody wants it any more."""
-        with self._lock:
-            self._is_orphan = True
-            key = self._key
-        if key is not None:
-            self._tier.free(key)
-
-    def read(self, into: Tensor) -> None:
-        """Get the bytes, once they are written."""
-        self.future.result()
-        self._tier.read(self._key, into)
-
-
-class ReadJob:
-    """A value on its way back from a slower tier into host memory."""
-
-    __slots__ = ("buffer", "bytes", "future")
-
-    def __init__(self, data: Tensor, buffer: Buffer | None) -> None:
-        self.bytes, self.buffer = data, buffer
-        self.future: Future[None]
 
 
 class Transfers:
