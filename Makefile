@@ -10,7 +10,7 @@ SCRATCH := build/wheel
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup test quick checks lint format types layers changelog tests docs wheel demo bench clean
+.PHONY: setup test quick zoo checks lint format types layers changelog tests docs wheel demo bench clean
 
 # The checks take a core each, so two at a time; the output of each stays together where this make can do that.
 test: setup
@@ -18,6 +18,10 @@ test: setup
 	$(MAKE) tests
 
 checks: types lint layers changelog docs wheel
+
+# Every model of the zoo, compiled under every rule; `make test` compiles each under one.
+zoo: setup
+	$(PYTEST) -m "" tests/zoo
 
 quick: setup lint
 	$(PYTEST) --quiet -m "not slow"

@@ -149,12 +149,17 @@ def convnext(size: Size) -> dict[str, Any]:
     return {"hidden_sizes": [width, 2 * width, 4 * width, 8 * width], "depths": [3, 3, deep, 3], "drop_path_rate": 0.1}
 
 
+def side_of(size: Size) -> int:
+    """Of the noise that the U-Net is given."""
+    return 32 if size.width >= 512 else 8
+
+
 def unet(size: Size) -> Any:
     from diffusers import UNet2DConditionModel
 
     width = size.width // 2
     return UNet2DConditionModel(
-        sample_size=32,
+        sample_size=side_of(size),
         block_out_channels=(width, 2 * width, 4 * width),
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
@@ -166,7 +171,7 @@ def unet(size: Size) -> Any:
 
 def noisy(size: Size) -> dict[str, Tensor]:
     return {
-        "sample": torch.randn(size.batch, 4, 32, 32),
+        "sample": torch.randn(size.batch, 4, side_of(size), side_of(size)),
         "timestep": torch.randint(1000, (size.batch,)),
         "encoder_hidden_states": torch.randn(size.batch, 77, 256),
     }
@@ -266,6 +271,14 @@ class _Selective:
 
 def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_Selective())
+
+
+def ways_of(model: Any, contenders: tuple[str, ...]) -> list[str]:
+    """Those that this model can be trained by: torch by hand stands in for a switch that its class does not have."""
+    if getattr(model, "supports_gradient_checkpointing", True):
+        return list(contenders)
+    switches = {SWITCH: BY_HAND, REENTRANT: BY_HAND}
+    return list(dict.fromkeys(switches.get(contender, contender) for contender in contenders))
 
 
 def prepare(model: nn.Module, contender: str) -> Any:

@@ -37,6 +37,7 @@ from packaged import (
     available,
     prepare,
     train,
+    ways_of,
 )
 from torch import Tensor
 
@@ -65,13 +66,14 @@ def model_case(
     """A row for each way to train one model; what a way cannot do is said in its row."""
     packaged = MODELS[name]
     model, inputs = built(packaged, size, setting)
+    ways = ways_of(model, contenders)
     count = sum(parameter.numel() for parameter in model.parameters())
     kind = "compiled, " if is_compiled else ""
     case = Case(name=name, title=f"{name}, {kind}{count / 1e6:.0f} M parameters, {_said(size)}: a training step")
     steps: dict[str, Step] = {}
     compile_s: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for contender in contenders:
+    for contender in ways:
         try:
             own = prepare(model, contender)
             if own is None:
@@ -95,7 +97,7 @@ def model_case(
     timings = setting.alternate(steps)
     base = {key: timings[key] for key in (PLAIN, SWITCH if SWITCH in timings else BY_HAND, OURS) if key in timings}
     rival = timings.get(SWITCH, timings.get(BY_HAND))
-    for contender in contenders:
+    for contender in ways:
         if contender in failed:
             case.rows.append({"candidate": contender, "failed": failed[contender]})
         if contender not in timings:

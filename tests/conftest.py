@@ -20,13 +20,26 @@ torch.set_num_threads(1)
 
 collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
 
-# These compile, start processes or a browser, or load a trainer.
+# These compile, start processes, load trainers or models of packages, or try hundreds of combinations, and take two
+# thirds of the time. `make quick` leaves them out.
 SLOW = (
     "tests/apply/test_orders.py",
+    "tests/apply/test_round_trips.py",
     "tests/apply/test_trainers.py",
+    "tests/cli/",
     "tests/compat/test_higher_order.py",
+    "tests/compat/test_selective.py",
     "tests/compile/",
+    "tests/contracts/test_light_import.py",
+    "tests/contracts/test_random_networks.py",
+    "tests/contracts/test_selective_gradients.py",
+    "tests/contracts/test_selective_networks.py",
     "tests/distributed/",
+    "tests/inspect/test_oom.py",
+    "tests/inspect/test_profile.py",
+    "tests/profile/dry/test_step.py",
+    "tests/report/test_plot.py",
+    "tests/selective/test_other_ways.py",
     "tests/zoo/",
 )
 SHARED = {"ranks", "browser"}  # fixtures that start processes: those who use one stay together

@@ -492,6 +492,7 @@ def test_the_search_for_cycles_can_fail() -> None:
 # Many steps
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_leave_live_bytes_and_objects_flat() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2))
     region, x = recollect.checkpoint(model), torch.ones(1, 2)

@@ -1,0 +1,106 @@
+"""Steps of a model of the zoo, what they leave behind, and what torch's own switch does to the same blocks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as rival
+from torch.utils.flop_counter import FlopCounterMode
+
+import recollect
+from recollect._profile.memory import LiveBytes
+from tests.zoo.catalogue import ZOO, Kind
+
+RULES: dict[str, dict[str, Any]] = {"full": {}, "selective": {"rules": "selective"}, "every 2nd": {"every": 2}}
+
+
+def build(kind: Kind) -> Any:
+    torch.manual_seed(0)
+    return kind.build()
+
+
+def build_plain(kind: Kind) -> Any:
+    """What the others are compared with: it fills no cache of keys and values either, which would round otherwise."""
+    model = build(kind)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    return model
+
+
+def take_step(kind: Kind, model: Any, call: Callable[..., Any] | None = None, *, seed: int = 1) -> dict[str, Any]:
+    """Forward and backward; everything that one can see of them afterwards."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    output = (model if call is None else call)(**kind.inputs())  # held through backward, as most loops do
+    loss = kind.loss(output)
+    torch.autograd.backward(loss)
+    return {
+        "loss": loss.detach(),
+        "random state": torch.get_rng_state(),
+        **{f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.requires_grad},
+        **{f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+        return one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not is_same(found[name], expected[name])]
+
+
+@functools.cache
+def plain_steps(name: str, steps: int = 3) -> list[dict[str, Any]]:
+    model = build_plain(ZOO[name])
+    return [take_step(ZOO[name], model, seed=number) for number in range(steps)]
+
+
+def look_of(model: nn.Module) -> dict[str, Any]:
+    """What a model is, besides its tensors: modules, what is set on them, their hooks and modes, its config."""
+    look: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        hooks = {name: len(value) for name, value in vars(module).items() if name.endswith("_hooks") and value}
+        look[path] = (type(module), sorted(vars(module)), hooks, module.training)
+    config: Any = getattr(model, "config", None)
+    look["config"] = config.to_dict() if hasattr(config, "to_dict") else config
+    return look
+
+
+def switch_torchs_on(kind: Kind, model: Any) -> None:
+    """Torch's non-reentrant checkpoint, as the model's package switches it on; by hand where there is no switch."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if not kind.has_switch:
+        for module in regions_of(model):
+            module.forward = functools.partial(rival.checkpoint, module.forward, **options)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    else:
+        model.enable_gradient_checkpointing()
+
+
+def regions_of(model: nn.Module) -> list[Any]:
+    with recollect.apply(model) as handle:
+        return [model.get_submodule(place.name) for place in handle.places]
+
+
+def peak_of(kind: Kind, model: Any) -> int:
+    """The live bytes of a step at their most, once two steps have shown what there is to learn."""
+    for _ in range(2):
+        take_step(kind, model)
+    model.zero_grad()
+    with LiveBytes(include=model) as meter:
+        take_step(kind, model)
+    return meter.peak_bytes
+
+
+def flops_of(kind: Kind, model: Any) -> int:
+    for _ in range(2):
+        take_step(kind, model)
+    with FlopCounterMode(display=False) as counter:
+        take_step(kind, model)
+    return int(counter.get_total_flops())

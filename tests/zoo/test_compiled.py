@@ -1,0 +1,39 @@
+"""Real models under every rule, compiled: the gradients of the plain model, up to rounding."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+
+import recollect
+from tests.zoo.catalogue import ZOO
+from tests.zoo.known import each
+from tests.zoo.stepping import RULES, build, plain_steps, take_step
+
+pytest.importorskip("transformers")
+
+# Dynamo looks at the .grad of every tensor that it meets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+@each("compiled", rules=RULES, in_turn=True)
+def test_compiled_steps_are_the_plain_ones_up_to_rounding(name: str, rule: str) -> None:
+    kind, model = ZOO[name], build(ZOO[name])
+    expected = plain_steps(name)[0]
+    with recollect.apply(model, **RULES[rule]):
+        # Dynamo, AOTAutograd and its partitioner, without Inductor's C++.
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        found = take_step(kind, model, compiled, seed=0)
+    for what, value in expected.items():
+        torch.testing.assert_close(found[what], value, msg=functools.partial("{}: {}".format, what))

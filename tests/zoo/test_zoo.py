@@ -1,0 +1,112 @@
+"""Real models train under every rule as they train plain, and with no more memory and work than torch's own switch."""
+
+import pytest
+import torch
+
+import recollect
+from tests.zoo.catalogue import ZOO
+from tests.zoo.known import each
+from tests.zoo.stepping import (
+    RULES,
+    build,
+    build_plain,
+    differing,
+    flops_of,
+    look_of,
+    peak_of,
+    plain_steps,
+    switch_torchs_on,
+    take_step,
+)
+
+pytest.importorskip("transformers")
+
+
+@each("blocks")
+def test_the_blocks_that_people_would_pick_become_regions(name: str) -> None:
+    with recollect.apply(build(ZOO[name])) as handle:
+        assert sum(place.is_region for place in handle.places) == ZOO[name].regions
+
+
+@each("training", rules=RULES)
+def test_steps_are_bitwise_the_plain_ones(name: str, rule: str) -> None:
+    model = build(ZOO[name])
+    with recollect.apply(model, **RULES[rule]):
+        for number, expected in enumerate(plain_steps(name)):
+            assert differing(take_step(ZOO[name], model, seed=number), expected) == []
+
+
+@each("removal", rules=RULES)
+def test_after_remove_a_model_is_what_plain_steps_would_have_made_of_it(name: str, rule: str) -> None:
+    model, plain = build(ZOO[name]), build(ZOO[name])
+    with recollect.apply(model, **RULES[rule]):
+        for number in range(2):
+            take_step(ZOO[name], model, seed=number)
+    for number in range(2):
+        take_step(ZOO[name], plain, seed=number)
+    assert look_of(model) == look_of(plain)
+    assert differing(take_step(ZOO[name], model), take_step(ZOO[name], plain)) == []
+
+
+@each("peak")
+def test_the_peak_is_not_above_that_of_torchs_switch(name: str) -> None:
+    kind = ZOO[name]
+    model, other = build(kind), build(kind)
+    switch_torchs_on(kind, other)
+    with recollect.apply(model):
+        assert peak_of(kind, model) <= peak_of(kind, other)
+
+
+@each("peaks")
+def test_every_rule_lowers_the_peak(name: str) -> None:
+    kind = ZOO[name]
+    model = build(kind)
+    plain = peak_of(kind, model)
+    for options in RULES.values():
+        with recollect.apply(model, **options):
+            assert peak_of(kind, model) < plain
+
+
+@each("flops")
+def test_no_more_is_run_again_than_with_torchs_switch(name: str) -> None:
+    kind = ZOO[name]
+    model, other = build(kind), build(kind)
+    plain = flops_of(kind, model)
+    again = {}
+    for rule, options in RULES.items():
+        with recollect.apply(model, **options):
+            again[rule] = flops_of(kind, model) - plain
+    switch_torchs_on(kind, other)
+    assert 0 < again["full"] <= flops_of(kind, other) - plain
+    assert 0 <= again["selective"] < again["full"]
+    assert 0 < again["every 2nd"] < again["full"]
+
+
+@each("profile", rules=RULES)
+def test_a_profile_is_of_the_steps_that_follow_and_leaves_the_model_as_one_would(name: str, rule: str) -> None:
+    kind = ZOO[name]
+    model, plain = build(kind), build(kind)
+    take_step(kind, plain)
+    expected = take_step(kind, build_plain(kind))
+    with recollect.apply(model, **RULES[rule]):
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        found = recollect.profile(model, kwargs=kind.inputs(), loss=kind.loss)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+        assert differing(take_step(kind, model), expected) == []
+        assert found.peak_bytes == pytest.approx(peak_of(kind, model), rel=0.01)
+    assert look_of(model) == look_of(plain)
+
+
+@each("dry", rules=RULES)
+def test_a_dry_profile_has_the_bytes_of_a_real_one_and_changes_nothing(name: str, rule: str) -> None:
+    kind = ZOO[name]
+    model, plain = build(kind), build(kind)
+    take_step(kind, plain)
+    expected = take_step(kind, build_plain(kind))
+    with recollect.apply(model, **RULES[rule]):
+        found = recollect.profile(model, kwargs=kind.inputs(), loss=kind.loss, dry=True, device="cpu")
+        assert all(p.grad is None for p in model.parameters())
+        assert differing(take_step(kind, model), expected) == []
+        assert found.peak_bytes == pytest.approx(peak_of(kind, model), rel=0.02)
+    assert look_of(model) == look_of(plain)
