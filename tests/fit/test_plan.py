@@ -212,6 +212,18 @@ def test_whole_modules_go_to_the_host_where_that_is_allowed_and_gradients_stay()
     assert all(are_equal(expected, one) for one in found)
 
 
+def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None:
+    model, inputs = MODELS["GPT"]()
+    seen = recollect.profile(model, *inputs)
+    expected = gradients(model, inputs)
+    with recollect.apply(model, recollect.plan(seen, budget=seen.peak_bytes * 3 // 4)):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(*inputs).sum().backward()
+    found = [None if p.grad is None else p.grad for p in model.parameters()]
+    assert are_equal(expected, found)
+    torch.compiler.reset()
+
+
 def test_other_tiers_and_speeds_are_refused() -> None:
     model, inputs = MODELS["GPT"]()
     seen = recollect.profile(model, *inputs)

@@ -56,10 +56,10 @@ def describe_forecast(forecast: Forecast) -> list[str]:
         )
     if forecast.measured_peak_bytes is not None:
         off = forecast.measured_peak_bytes / peak - 1
-        lines.append(f"measured peak {format_bytes(forecast.measured_peak_bytes)}, {off:+.1%} of what was predicted")
+        lines.append(f"measured peak {format_bytes(forecast.measured_peak_bytes)}, {off:+.1%} against the prediction")
     if forecast.measured_step_s is not None:
         off = forecast.measured_step_s / forecast.step_s - 1 if forecast.step_s else 0.0
-        lines.append(f"measured step {_format_s(forecast.measured_step_s)}, {off:+.1%} of what was predicted")
+        lines.append(f"measured step {_format_s(forecast.measured_step_s)}, {off:+.1%} against the prediction")
     return lines
 
 
