@@ -44,7 +44,8 @@ def demo(
     """
     check_path(html, (".html",))
     with loading():
-        from recollect._cli.small_gpt import count_steps, train
+        from recollect._cli.small_gpt import count_steps, train, use_one_thread
+    use_one_thread()
     rules = make_rules()
     with show_progress("training", quiet=quiet) as show:
         runs = train(rules, after_step=lambda done: show(done, len(rules) * count_steps()))

@@ -109,6 +109,14 @@ class Run:
     batch: Tensor
 
 
+def use_one_thread() -> None:
+    """Keep torch to one thread: the tensors are small, and on a busy machine threads mostly wait for each other.
+
+    Measured for the whole demo on two busy cores: 43 s with one thread, not done after 200 s with two.
+    """
+    torch.set_num_threads(1)
+
+
 def count_steps() -> int:
     """How many steps one training has; the last is for the meter of memory, and not timed."""
     return STEPS + 1
