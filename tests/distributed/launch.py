@@ -46,7 +46,7 @@ from torch import distributed
 
 T = TypeVar("T")
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 _START_LIMIT_S = 120.0
 _GRACE_S = 2.0  # what the other ranks get when one has failed; they may be waiting for it
 # Loaded once, by the process that the ranks are forked from.

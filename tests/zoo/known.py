@@ -26,8 +26,15 @@ BROKEN: dict[tuple[str, str, str], str] = {
 }
 # Failed when they were last run, by people at work on just this: they may pass, and must before they leave this list.
 UNSETTLED: dict[tuple[str, str, str], str] = {
-    **dict(under("dry", "qwen3 qwen3-moe mixtral gpt-oss deepseek-v3 whisper lora", "dry profiles of this model")),
-    **dict(under("dry", "llama gemma3 mistral vit clip dit resnet swin", "dry profiles under a policy", "selective")),
+    **dict(under("dry", "qwen3 qwen3-moe mixtral lora", "dry profiles of this model")),
+    **dict(
+        under(
+            "dry",
+            "llama gemma3 mistral gpt-oss deepseek-v3 gpt2 t5 whisper vit clip mamba unet dit resnet convnext swin",
+            "dry profiles under a policy",
+            "selective",
+        )
+    ),
     ("dry", "gemma3", "every 2nd"): "dry profiles with a sliding window",
     # Not yet seen to pass since compiled regions were rewritten.
     **dict(under("compiled", "whisper mamba dit densenet", "not seen yet", "every 2nd")),
