@@ -2,6 +2,7 @@
 
     python benchmarks/frontier.py --device cuda                     all six models, budgets 90 to 20%, about 5 minutes
     python benchmarks/frontier.py --device cuda --quick Llama       one model, a look
+    python benchmarks/frontier.py --device cuda --tiers host Llama  values may go to host memory as well
     python benchmarks/frontier.py                                   small models on the CPU, live bytes
 
 A budget of 40% is what is there before the step, and 40% of what the plain step takes beyond that at its peak. Plain,
@@ -113,7 +114,7 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
     seen = bench.profile()
     profiled_s = time.perf_counter() - started
     started = time.perf_counter()
-    smallest = recollect.plan(seen, budget="min")
+    smallest = recollect.plan(seen, budget="min", tiers=options.tiers)
     planned_s = time.perf_counter() - started
     held = seen.timeline.held_bytes
     span = seen.peak_bytes - held
@@ -122,7 +123,7 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
     for share in options.shares:
         budget = held + span * share // 100
         try:
-            plans[f"plan {share}%"] = recollect.plan(seen, budget=budget)
+            plans[f"plan {share}%"] = recollect.plan(seen, budget=budget, tiers=options.tiers)
         except BudgetError:
             continue
     plans["plan min"] = smallest
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shares", type=int, nargs="+", default=[90, 75, 60, 45, 30, 20])
+    parser.add_argument("--tiers", choices=("host",), help="plans may also send values to host memory (cuda)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one round of few steps: a look, not a measurement")
