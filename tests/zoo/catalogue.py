@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -87,9 +88,8 @@ def clip() -> Any:
 
 
 def unet() -> Any:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
+    diffusers = pytest.importorskip("diffusers")
+    return diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(16, 32),
         layers_per_block=2,
@@ -103,9 +103,8 @@ def unet() -> Any:
 
 
 def dit() -> Any:
-    from diffusers import DiTTransformer2DModel
-
-    return DiTTransformer2DModel(
+    diffusers = pytest.importorskip("diffusers")
+    return diffusers.DiTTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=8,
         in_channels=4,
@@ -129,9 +128,9 @@ def squared(output: Any) -> Tensor:
 
 
 def lora() -> Any:
-    import peft
     import transformers
 
+    peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
     config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config).train()

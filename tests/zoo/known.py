@@ -22,6 +22,7 @@ BROKEN: dict[tuple[str, str, str], str] = {
     ("peak", "qwen3-moe", ""): COLLECTED,
     ("peak", "mixtral", ""): COLLECTED,
     ("peak", "gpt-oss", ""): COLLECTED,
+    **dict(under("compiled", "whisper", "torch's aot_eager fails on the plain model too, in a view")),
     ("profile", "resnet", "full"): "the profile counts 1.3% more than a step holds",
 }
 # Failed when they were last run, by people at work on just this: they may pass, and must before they leave this list.
@@ -30,16 +31,12 @@ UNSETTLED: dict[tuple[str, str, str], str] = {
     **dict(
         under(
             "dry",
-            "llama gemma3 mistral gpt-oss deepseek-v3 gpt2 t5 whisper vit clip mamba unet dit resnet convnext swin",
+            "llama gemma3 mistral gpt-oss deepseek-v3 gpt2 t5 whisper vit clip unet dit resnet densenet swin",
             "dry profiles under a policy",
             "selective",
         )
     ),
     ("dry", "gemma3", "every 2nd"): "dry profiles with a sliding window",
-    # Not yet seen to pass since compiled regions were rewritten.
-    **dict(under("compiled", "whisper mamba dit densenet", "not seen yet", "every 2nd")),
-    **dict(under("compiled", "t5 clip unet convnext", "not seen yet", "selective")),
-    **dict(under("compiled", "vit lora", "not seen yet", "full")),
 }
 
 

@@ -15,8 +15,12 @@ from tests.zoo.stepping import RULES, build, plain_steps, take_step
 
 pytest.importorskip("transformers")
 
-# Dynamo looks at the .grad of every tensor that it meets.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    # Dynamo looks at the .grad of every tensor that it meets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # Mamba of Transformers asks a cached function for torch's version.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
 
 
 @pytest.fixture(autouse=True)
