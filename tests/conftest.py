@@ -35,6 +35,7 @@ SLOW = (
     "tests/contracts/test_selective_gradients.py",
     "tests/contracts/test_selective_networks.py",
     "tests/distributed/",
+    "tests/docs/",
     "tests/inspect/test_oom.py",
     "tests/inspect/test_profile.py",
     "tests/profile/dry/test_step.py",
