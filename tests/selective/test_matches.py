@@ -215,7 +215,7 @@ def test_each_call_is_counted_once() -> None:
         checkpointed(square()).sum().backward()
     (notes,) = notes_module.notes_of(module)
     (ledger,) = notes.ledgers.values()
-    assert ledger.plan is not None
+    assert ledger.program is not None
     assert {count_matches(ledger, line) for line in ledger.lines} == {5}
 
 

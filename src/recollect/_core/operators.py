@@ -165,7 +165,7 @@ def is_cached_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     What is in that cache differs between forward and recomputation, whose inputs are leaves and are cached too: so
     such casts are neither counted nor kept.
     """
-    if func is not TO_COPY or not args[0].requires_grad:
+    if func is not TO_COPY or not isinstance(args[0], Tensor) or not args[0].requires_grad:
         return False
     if args[0].dtype is not torch.float32 or kwargs.get("dtype") not in _HALVES:
         return False

@@ -18,7 +18,7 @@ from recollect._report.explained import ExplainedCall, ExplainedRegion, Explaine
 from recollect._selective.ledger import Ledger, Line
 from recollect._selective.matches import count_matches
 from recollect._selective.notes import Notes, all_notes, notes_of
-from recollect._selective.plan import Plan
+from recollect._selective.program import Program
 from recollect._selective.region import SelectiveRegion
 
 
@@ -179,7 +179,7 @@ def _explain_ledger(kind: Any, ledger: Ledger) -> ExplainedCall:
         arguments=_describe_kind(kind),
         sites=(*blocks, *ops),
         way=_describe_way(ledger),
-        replayed_from=None if ledger.plan is None else _count_held(ledger.plan),
+        replayed_from=None if ledger.program is None else _count_held(ledger.program),
     )
 
 
@@ -214,20 +214,21 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_way(ledger: Ledger) -> str:
-    if ledger.plan is not None:
+    if ledger.program is not None:
         return "by replaying what backward asks for"
     if ledger.keeps_ops:
-        why = f": {ledger.why_not_taped}" if ledger.why_not_taped else ""
-        return f"by running the function again under a dispatch mode{why}"
+        why = f"; it is not replayed: {ledger.why_not_taped}" if ledger.why_not_taped else ""
+        how = "under a dispatch mode" if ledger.ops is None else "without the operators that are kept"
+        return f"by running the function again {how}{why}"
     way = "by running the function again" + (" without the blocks that are kept" if ledger.blocks else "")
     return f"{way}, which gathers parameters" if ledger.gathers else way
 
 
-def _count_held(plan: Plan) -> tuple[int, int]:
+def _count_held(program: Program) -> tuple[int, int]:
     """How many results of kept calls a replay starts from, and their bytes."""
     held = [
         (call.shapes, call.dtype) if call.is_single else call.shapes[place]
-        for call in plan.calls
+        for call in program.calls
         for place in call.kept
     ]
     return len(held), sum(shape.numel() * dtype.itemsize for shape, dtype in held)

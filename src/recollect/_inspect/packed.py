@@ -18,7 +18,7 @@ from recollect._core.torch_private.graph import Held
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._offload.parcels import tensors_here
 from recollect._recompute.frame import Frame
-from recollect._recompute.slots import Slot
+from recollect._recompute.handles import Slot, find_slot
 
 Meta = tuple[Any, ...]
 
@@ -65,20 +65,16 @@ def _open(value: Any, held: Held) -> _Opened | None:
         value: the object.
         held: what it was found in, whose hook it was packed by.
     """
-    del held  # a slot knows its frame itself
-    if not isinstance(value, Slot):
+    slot = value if isinstance(value, Slot) else find_slot(value, held.unpack_hook)
+    if slot is None:
         return None
-    found = value.value if value.value is not None else value.kept
-    tensor = found if isinstance(found, Tensor) else None
-    is_forgotten = tensor is None and value.frame.inputs is not None
-    return _Opened(frame=value.frame, key=id(value), value=tensor, is_forgotten=is_forgotten)
+    is_forgotten = slot.value is None and slot.frame.inputs is not None
+    return _Opened(frame=slot.frame, key=slot.index, value=slot.value, is_forgotten=is_forgotten)
 
 
 def _list_metas(frame: Frame) -> dict[int, Meta]:
     """Shape, dtype and device of what a frame's packed objects stand for, by the keys that `_open` gives."""
-    slots = (weak() for weak in frame.slots)
-    pairs = zip(slots, frame.metas, strict=False)
-    return {id(slot): meta for slot, meta in pairs if slot is not None and meta is not None}
+    return {index: meta for index, meta in enumerate(frame.metas) if meta is not None}
 
 
 def _list_held(frame: Frame) -> Iterator[Held]:

@@ -27,8 +27,8 @@ from recollect._profile.snapshot import Snapshot, name_states
 from recollect._profile.storage_log import BEFORE
 from recollect._profile.timing import NoTimer, Span, timer_for
 from recollect._recompute.frame import Frame
+from recollect._recompute.handles import frame_of
 from recollect._recompute.rng import Source, put_back
-from recollect._recompute.slots import frame_of
 from recollect._selective.notes import all_notes
 from recollect._selective.replay import replay_here
 

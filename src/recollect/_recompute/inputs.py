@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.torch_private.engine import set_grad_enabled
-from recollect._recompute.slots import frame_of
+from recollect._recompute.handles import find_slot, frame_of
 
 if TYPE_CHECKING:
     from recollect._core.pytree import Arguments
@@ -94,8 +94,9 @@ class Inputs:
         return self._unpack is not None
 
     def held_tensors(self) -> list[tuple[str, Any]]:
-        """Each tensor argument, as its caller wrote it, with the tensor or what enclosing hooks gave for it."""
-        return [(self._arguments.describe(index), self._held[index]) for index in self._arguments.tensors]
+        """Each tensor argument, as its caller wrote it, with the tensor, the enclosing region's slot, or what else."""
+        held = [(index, self._held[index]) for index in self._arguments.tensors]
+        return [(self._arguments.describe(index), find_slot(value, self._unpack) or value) for index, value in held]
 
     def settle(self) -> None:
         """At exit: see whether the function wrote into tensors that enclosing hooks now hold, and let those go."""

@@ -1,6 +1,6 @@
 """Does recomputation make what forward made? The check of each saved tensor, and the error when it does not.
 
-A `Recorder` receives the saved tensors of one recomputation, fills the frame's live slots with them and compares. It
+A `Recorder` receives the saved tensors of one recomputation, fills in those that are asked for and compares. It
 runs per saved tensor, so it only collects what differs; `conclude` turns that into an error, re-running the function
 once more under an operator log to say which operator, module and line are concerned.
 """
@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recollect._core.errors import MismatchError
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.recompiles import hints_about_compiled_code
 from recollect._core.units import count_noun, format_bytes, list_some
-from recollect._recompute.frame import StopRecomputation, observe, read_meta
+from recollect._recompute.hooks import Meta, StopRecomputation, observe, quick_meta, read_meta
+from recollect._recompute.objects import may_change
 from recollect._recompute.oplog import OpLog, compare_logs
+from recollect._recompute.rerun import log_again
 from recollect._recompute.values import Evidence, ValueCheck
 
 if TYPE_CHECKING:
-    from recollect._recompute.frame import Frame, Meta
+    from recollect._recompute.frame import Frame
 
 Check = Literal["metadata", "values", "none"] | ValueCheck
+
+Values = dict[int, tuple[Tensor, int]]
+"""By index: saved tensors, with their versions."""
 
 _SHOWN = 5
 _WHY = (
     "The function read something that changed in between: a global, a random generator, or the shape of another input."
 )
-_FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType)
 _HOW = "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
 
 
@@ -61,34 +63,66 @@ class Matcher:
         message = f"check={check!r}: expected 'metadata', 'values', 'none' or a recollect.ValueCheck"
         raise ValueError(message)
 
-    def recorder(self, frame: Frame, *, last: int, stops_early: bool, leaves: list[Any]) -> Recorder:
-        """What receives the saved tensors of one recomputation of `frame`."""
-        return Recorder(frame, last=last, stops_early=stops_early, leaves=leaves)
+    def recorder(
+        self,
+        frame: Frame,
+        values: Values,
+        live: list[bool] | None,
+        *,
+        last: int,
+        stops_early: bool,
+        leaves: list[Any],
+    ) -> Recorder:
+        """What receives the saved tensors of one recomputation of `frame`, and fills those that are live."""
+        return Recorder(frame, values, live, last=last, stops_early=stops_early, leaves=leaves)
 
 
 class Recorder:
     """Receives the saved tensors of one recomputation, through `pack`."""
 
-    __slots__ = ("_count", "_differ", "_evidence", "_frame", "_last", "_leaves", "_made", "_stops", "log")
+    __slots__ = (
+        *(
+            "_count",
+            "_differ",
+            "_evidence",
+            "_frame",
+            "_last",
+            "_leaves",
+            "_live",
+            "_stops",
+            "_values",
+            "count_made",
+            "log",
+        ),
+    )
 
-    def __init__(self, frame: Frame, *, last: int, stops_early: bool, leaves: list[Any]) -> None:
-        self._frame = frame
-        self._count = len(frame.slots)
+    def __init__(
+        self,
+        frame: Frame,
+        values: Values,
+        live: list[bool] | None,
+        *,
+        last: int,
+        stops_early: bool,
+        leaves: list[Any],
+    ) -> None:
+        self._frame, self._values, self._live = frame, values, live
+        self._count = len(frame.handles)
         self._last = last
         self._stops = stops_early
         self._leaves = leaves
-        self._made: Callable[[], int] = int
+        self.count_made: Callable[[], int] = int
         self._differ: list[tuple[int, str]] = []
-        values = frame.options.matcher.values
-        self._evidence = Evidence(values) if values is not None else None
+        check = frame.options.matcher.values
+        self._evidence = Evidence(check) if check is not None else None
         self.log = OpLog(frame.name) if frame.log is not None else None
 
     def pack(self) -> Callable[[Tensor], Tensor]:
-        """The saved-tensor hook of recomputation: fills the slot of the tensor's number, and stops after the last one.
+        """The saved-tensor hook of recomputation: fills in the tensor at its number, and stops after the last one.
 
         A closure, written out: it runs per saved tensor. The detach takes 0.35 µs of it, the metadata 0.25.
         """
-        slots, metas, last = self._frame.slots, self._frame.metas, self._last
+        values, live, metas, last = self._values, self._live, self._frame.metas, self._last
         checks, observes = self._frame.options.matcher.metadata, self._evidence is not None or self.log is not None
         # A logged run goes on to the end, so that the logs can be compared.
         stop_at, index, constant = last if self._stops and self.log is None else -1, -1, -2
@@ -101,7 +135,7 @@ class Recorder:
             if observes:
                 observe(tensor, self._evidence, self.log)
             try:
-                meta = (tensor.shape, tensor.dtype, tensor.device, tensor._version)  # noqa: SLF001
+                meta = quick_meta(tensor)
             except RuntimeError:  # a layout without a shape
                 meta = read_meta(tensor)
             if meta != metas[index] and checks:
@@ -111,15 +145,13 @@ class Recorder:
             elif not tensor.is_leaf:
                 # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
                 tensor = tensor.detach()
-            slot = slots[index]()
-            if slot is not None:
-                slot.value = tensor
-                slot.version = meta[3]
+            if live is None or live[index]:
+                values[index] = (tensor, meta[3])
             if index == stop_at and self._may_stop(index, constant, meta):
                 raise StopRecomputation
             return tensor
 
-        self._made = lambda: index + 1
+        self.count_made = lambda: index + 1
         return pack
 
     def _beyond(self, index: int, tensor: Tensor) -> Tensor:
@@ -148,8 +180,7 @@ class Recorder:
             return False
         if constant != last - 1 or constant < 0 or frame.metas[constant] not in (None, (*meta[:3], 0)):
             return True
-        slot = frame.slots[constant]()
-        noise = slot.value if slot is not None else None
+        noise, _ = self._values.get(constant, (None, 0))
         return (
             noise is None
             or not noise.is_floating_point()
@@ -186,13 +217,13 @@ class Recorder:
             self._evidence.flush()
             self._compare_values()
         frame = self._frame
-        made = self._made()
+        made = self.count_made()
         too_few = made <= self._last
         too_many = not self._stops and made > self._count and not frame.is_open
         if not (self._differ or too_few or too_many):
             return
         name = frame.name
-        log = self.log if self.log is not None else frame.log_again(self._leaves)
+        log = self.log if self.log is not None else log_again(frame, self._leaves)
         if too_few or too_many:
             missing = "" if too_many else f", so saved tensor {made} is missing"
             parts = [
@@ -235,7 +266,7 @@ class Recorder:
 
 def _describe_objects(leaves: list[Any]) -> list[str]:
     """A line about arguments that a run may change, if there are any: both runs were given the same object."""
-    kinds = dict.fromkeys(type(leaf) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, _FIXED))
+    kinds = dict.fromkeys(type(leaf) for leaf in leaves if may_change(leaf))
     if not kinds:
         return []
     names = list_some([kind.__name__ for kind in kinds])

@@ -17,7 +17,7 @@ included, can be registered with `register_state`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
@@ -169,16 +169,69 @@ def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Attributes]]:
     return modules, list(map(vars, modules))
 
 
-def _values(attributes: list[Attributes], table_of: Callable[[Attributes], Any]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, map(table_of, attributes))))
+def _values(tables: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
 
 
-def _modes(modules: list[nn.Module], attributes: list[Attributes]) -> list[bool]:
-    """Whether each module is in training mode."""
-    try:
-        return list(map(_training, attributes))
-    except KeyError:  # a compiled module says it of the module that it stands for
-        return [module.training for module in modules]
+class Tree:
+    """Modules and all they contain, with the tables in which they keep their parts: found once, then compared.
+
+    Held by a region, so that its calls need not search again. It holds the modules, as the region does.
+    """
+
+    __slots__ = (
+        *("_children", "_roots", "_tables", "attributes", "buffer_tables", "buffers", "counts", "modules"),
+        *("parameter_tables", "parameters", "training", "watched"),
+    )
+
+    def __init__(self, roots: list[nn.Module]) -> None:
+        self._roots = roots
+        self.modules, self.attributes = _walk(roots)
+        self._tables = list(map(_children, self.attributes))
+        self._children = _values(self._tables)
+        self.parameter_tables = list(map(_parameters, self.attributes))
+        self.buffer_tables = list(map(_buffers, self.attributes))
+        self.parameters: list[Tensor | None] = _values(self.parameter_tables)
+        self.buffers: list[Tensor | None] = _values(self.buffer_tables)
+        # How many of those each module has: what it adds later, it adds behind them.
+        self.counts = [list(map(len, tables)) for tables in (self.parameter_tables, self.buffer_tables)]
+        self.training = self.modes()
+        self.watched = _watched(self.parameters)
+
+    def is_of(self, roots: list[nn.Module]) -> bool:
+        """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
+        return (
+            _same_objects(roots, self._roots)
+            and _same_objects(_values(self._tables), self._children)
+            and self.has_same_tensors()
+        )
+
+    def has_same_tensors(self) -> bool:
+        """Whether the modules hold the parameters and buffers that they held."""
+        return _same_objects(_values(self.parameter_tables), self.parameters) and _same_objects(
+            _values(self.buffer_tables), self.buffers
+        )
+
+    def modes(self) -> list[bool]:
+        """Whether each module is in training mode."""
+        try:
+            return list(map(_training, self.attributes))
+        except KeyError:  # a compiled module says it of the module that it stands for
+            return [module.training for module in self.modules]
+
+
+class Memory:
+    """What the calls of one region have shown: asked again only where it no longer holds."""
+
+    __slots__ = ("tree",)
+
+    def __init__(self) -> None:
+        self.tree: Tree | None = None
+
+
+def _watched(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that recomputation must find unchanged. A lazy parameter may take shape inside the region."""
+    return [tensor for tensor in tensors if tensor is not None and type(tensor) not in _LAZY]
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
@@ -195,44 +248,32 @@ class ModuleState:
         roots: the modules; what they contain is found.
         loose: tensors that the function holds itself; held weakly.
         exact: restore by value even the state that recomputation only writes, so that it can be compared.
+        memory: where earlier calls of the region have left what they found.
     """
 
-    __slots__ = (
-        "_attributes",
-        "_buffers",
-        "_counts",
-        "_loose",
-        "_modules",
-        "_parameters",
-        "_state",
-        "_training",
-        "_trial",
-        "_versions",
-        "_watched",
-        "is_watching",
-    )
+    __slots__ = ("_loose", "_state", "_training", "_tree", "_trial", "_versions", "_watched", "is_watching")
 
-    def __init__(self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False) -> None:
-        modules, attributes = self._modules, self._attributes = _walk(roots)
-        self._training = _modes(modules, attributes)
-        self._parameters: list[Tensor | None] = _values(attributes, _parameters)
-        self._buffers: list[Tensor | None] = _values(attributes, _buffers)
-        # How many of those each module has: what it adds later, it adds behind them.
-        self._counts = [list(map(len, map(table_of, attributes))) for table_of in (_parameters, _buffers)]
+    def __init__(
+        self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False, memory: Memory | None = None
+    ) -> None:
+        tree = None if memory is None else memory.tree
+        if tree is None or not tree.is_of(roots):
+            tree = Tree(roots)
+            if memory is not None:
+                memory.tree = tree
+        self._tree = tree
+        self._training = tree.modes()
         self._loose = [(ref(tensor), _version(tensor)) for tensor in loose]
         self._state: States = []
         self._trial: _Trial | None = None
         self.is_watching = False  # whether recomputation runs under a watch for changed tensors
-        # What recomputation must find unchanged where it reads it, and the versions that show it. A lazy parameter
-        # may take shape inside the region.
-        self._watched = [t for t in self._parameters if t is not None and type(t) not in _LAZY]
-        if self._buffers or _declared.items:
+        # What recomputation must find unchanged where it reads it, and the versions that show it.
+        self._watched = tree.watched
+        if tree.buffers or _declared.items:
             exempt: set[int] = set()
-            for module in modules:
+            for module in tree.modules:
                 self._note_state(module, exempt, exact=exact)
-            self._watched += [
-                t for t in self._buffers if t is not None and id(t) not in exempt and type(t) not in _LAZY
-            ]
+            self._watched = tree.watched + [t for t in _watched(tree.buffers) if id(t) not in exempt]
         self._versions = _versions(self._watched)
 
     def _note_state(self, module: nn.Module, exempt: set[int], *, exact: bool) -> None:
@@ -258,7 +299,7 @@ class ModuleState:
 
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
-        if self._buffers and _versions(self._watched) != self._versions:
+        if self._tree.buffers and _versions(self._watched) != self._versions:
             self._learn_late()
         if self._trial is None:
             return
@@ -266,14 +307,14 @@ class ModuleState:
             if _has_moved(module, name, tensor, version):
                 self._state.append((module, name, copied))
             else:
-                self._watched.append(tensor)
+                self._watched = [*self._watched, tensor]  # not in place: the list may be the tree's
                 self._versions.append(version)
         self._trial = None
 
     def _learn_late(self) -> None:
         """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""
         versions = dict(zip(map(id, self._watched), self._versions, strict=True))
-        for module in self._modules:
+        for module in self._tree.modules:
             for name, tensor in module._buffers.items():  # noqa: SLF001
                 if tensor is not None and _version(tensor) != versions.get(id(tensor), _version(tensor)):
                     by_mode = _learned.setdefault(type(module), {})
@@ -329,11 +370,9 @@ class ModuleState:
         """
         changed = self._changed()
         self.is_watching = bool(changed)
-        attributes = self._attributes
+        tree = self._tree
         if not (changed or self._state or self._trial is not None) and (
-            _modes(self._modules, attributes) == self._training
-            and _same_objects(_values(attributes, _parameters), self._parameters)
-            and _same_objects(_values(attributes, _buffers), self._buffers)
+            tree.modes() == self._training and tree.has_same_tensors()
         ):
             return None
         stack = ExitStack()
@@ -363,9 +402,10 @@ class ModuleState:
 
         Found by position: what a module adds later, it adds behind. One that has taken some away is left alone.
         """
-        noted = iter(self._buffers if kind else self._parameters)
-        tables = map(_buffers if kind else _parameters, self._attributes)
-        for module, count, table in zip(self._modules, self._counts[kind], tables, strict=True):
+        tree = self._tree
+        noted = iter(tree.buffers if kind else tree.parameters)
+        tables = map(_buffers if kind else _parameters, tree.attributes)
+        for module, count, table in zip(tree.modules, tree.counts[kind], tables, strict=True):
             held = list(islice(noted, count))
             if len(table) >= count:
                 for name, tensor in list(zip(table, held, strict=False)):
@@ -381,7 +421,7 @@ class ModuleState:
                 if now is not tensor and not is_swapped:
                     table[name] = tensor
                     stack.callback(_put_back, table, name, tensor, now)
-        for module, training in zip(self._modules, self._training, strict=True):
+        for module, training in zip(self._tree.modules, self._training, strict=True):
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training

@@ -13,6 +13,8 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.functional import run_functional
+from recollect._recompute.module_state import Memory
+from recollect._recompute.rerun import RERUN
 
 __recollect_role__ = Role.REGION
 
@@ -20,10 +22,11 @@ __recollect_role__ = Role.REGION
 class Region:
     """A function whose saved tensors are forgotten and made again when backward asks."""
 
-    __slots__ = ("fn", "name", "options")
+    __slots__ = ("fn", "memory", "name", "options")
 
     def __init__(self, name: str, fn: Callable[..., Any], options: Options) -> None:
         self.name, self.fn, self.options = name, fn, options
+        self.memory = Memory()
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -54,6 +57,6 @@ class Region:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         """Begin an execution; its caller runs the function and then calls the frame's `leave` or `fail`."""
-        frame = Frame(self.name, self.fn, self.options)
+        frame = Frame(self.name, self.fn, self.options, RERUN, self.memory)
         frame.enter(args, kwargs)
         return frame

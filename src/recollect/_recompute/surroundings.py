@@ -18,16 +18,29 @@ from recollect._core.reachable import find_modules
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
-from recollect._recompute.module_state import ModuleState
+from recollect._recompute.module_state import Memory, ModuleState
+from recollect._recompute.objects import ObjectState, copy_collections, is_collection, may_change
 from recollect._recompute.rng import RngState, Source, put_back
 
 T = TypeVar("T")
 
 
+def _copy_context(context: contextvars.Context) -> contextvars.Context:
+    """This context, with copies of the collections that its variables hold.
+
+    What user code collects in one of them (hooks that record outputs do) it must not collect twice, and what it
+    collects while recomputing must not live longer than the recomputation.
+    """
+    collections = [(variable, value) for variable, value in context.items() if is_collection(value)]
+    for variable, value in collections:
+        context.run(variable.set, copy_collections(value))
+    return context
+
+
 class Surroundings:
     """What was around one execution of a region: made at entry, `settle`d at exit."""
 
-    __slots__ = ("_ambient", "_context", "_rng", "modules", "region")
+    __slots__ = ("_ambient", "_context", "_objects", "_rng", "modules", "region")
 
     def __init__(
         self,
@@ -37,13 +50,16 @@ class Surroundings:
         preserve: frozenset[str],
         *,
         exact: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         self.region = region
         self._ambient = Ambient()
         self._rng = RngState(preserve, arguments) if preserve else None
         roots, loose = find_modules(fn, arguments.objects)
-        self.modules = ModuleState(roots, loose, exact=exact) if roots or loose else None
-        self._context = contextvars.copy_context()
+        self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
+        self._context = _copy_context(contextvars.copy_context())
+        changing = [item for item in arguments.objects if may_change(item)] if arguments.objects else None
+        self._objects = ObjectState(changing) if changing else None
 
     def forward(self) -> AbstractContextManager[Any]:
         """What forward must run under: nothing, except while a CUDA graph is being captured."""
@@ -74,6 +90,8 @@ class Surroundings:
             self.modules.settle()
         if self._rng is not None:
             self._rng = self._rng.settle(self.region)
+        if self._objects is not None:
+            self._objects = self._objects.settle()
 
     def abandon(self) -> None:
         """The function has raised: leave nothing behind."""
@@ -86,13 +104,15 @@ class Surroundings:
         Raises:
             ChangedInputError: it reads a parameter or buffer that was changed in place since.
         """
-        return self._context.copy().run(self._rerun, body, args)
+        return _copy_context(self._context.copy()).run(self._rerun, body, args)
 
     def _rerun(self, body: Callable[..., T], args: tuple[Any, ...]) -> T:
         mark_recomputing()
         grad_was_enabled = torch.is_grad_enabled()
-        modules = ambient = states = None
+        modules = ambient = states = objects = None
         try:
+            if self._objects is not None:
+                objects = self._objects.put(self.region)
             if self.modules is not None:
                 modules = self.modules.restore(self.region)
             if self._rng is not None:
@@ -110,3 +130,5 @@ class Surroundings:
                     put_back(states)
                 if modules is not None:
                     modules.close()
+                if objects is not None:
+                    objects()

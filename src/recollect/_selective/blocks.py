@@ -19,13 +19,13 @@ from recollect._core.operators import tensors_in
 from recollect._core.scope import Watcher, is_last_recomputation, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
-from recollect._recompute.frame import StopRecomputation, same
+from recollect._recompute.hooks import StopRecomputation, same
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.rng import Source
+from recollect._selective.follow import Take
 from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.ledger import Ledger, Line, bytes_of
 from recollect._selective.shelf import Counter, Shelf
-from recollect._selective.take import Take
 from recollect._selective.tape import Tape
 from recollect._selective.taps import Tap, close_taps, open_taps, tap_function, tap_module
 from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch
@@ -310,6 +310,14 @@ class Again(_Side):
         self._ledger, self.watch = ledger, watch
         self.knows_states = True
         self.has_served = False
+
+    def serve_nothing(self) -> None:
+        """Kept operators do not fit: from now on they run again."""
+        self.watch = None
+
+    def held(self) -> list[Tensor]:
+        """What is kept."""
+        return [tensor for call in self.shelf.calls.values() for tensor in call.tensors]
 
     def __enter__(self) -> Self:
         if self.watch is None:

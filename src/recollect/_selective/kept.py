@@ -26,6 +26,7 @@ from recollect._core.torch_private.pytree import Spec, flatten, unflatten
 from recollect._recompute.module_state import States as ModuleStates
 from recollect._recompute.module_state import put_states
 from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
+from recollect._recompute.values import digest
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Meta = tuple[Any, ...]
@@ -45,6 +46,7 @@ class KeptCall:
         is_written: forward went on to write into the result, and recomputation will too.
         talks: it talked to other processes.
         fills: what is held was written into its arguments, and is to be copied there.
+        position: how many tensors the region had saved before this call; -1 where nobody counts.
         is_borrowed: the memory is not the region's own and may be used again without a word, so that a copy is held.
     """
 
@@ -57,7 +59,9 @@ class KeptCall:
     wait: Callable[[], None] | None = None  # of a collective: returns when the result has arrived
     is_message = False  # between two ranks: may be waited for once only, by whoever sent it
     _parts: Sequence[tuple[Tensor, int]] = ()  # what wrappers wrap, which may be written into past them; with versions
-    line: Any = None  # of a block, in its ledger
+    proof: list[Tensor] | None = None  # copies of what is held, made when it was kept
+    line: Any = None  # of the block or operator, in its ledger
+    position = -1
     _flags: list[bool] | None = None
     _unpack: Callable[[Any], Tensor] | None = None
 
@@ -150,6 +154,16 @@ class KeptCall:
             self._leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._versions = [0] * len(self._leaves)
 
+    def prove(self) -> bool:
+        """Whether what is held is what it was when it was kept; if not, the copies made then are held from now on."""
+        proof, self.proof = self.proof, None
+        if proof is None or all(map(has_same_bits, self.tensors, proof)):
+            return True
+        copies = iter(proof)
+        self._leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._versions, self._parts, self.is_written = [version_of(leaf) for leaf in self._leaves], (), True
+        return False
+
     def hand_to(self, hooks: Hooks) -> None:
         """Give the tensors to an enclosing region as its saved tensors, and hold only its answers."""
         pack, self._unpack = hooks
@@ -218,6 +232,14 @@ class KeptCall:
             put_back(self.states)
         if self.moved is not None:
             put_states(self.moved)
+
+
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one shape and dtype and equal to the bit."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+        return False
+    with torch.no_grad(), without_dispatch_modes():
+        return torch.equal(one, other) or torch.equal(digest(one), digest(other))
 
 
 def version_of(value: Any) -> int:

@@ -7,19 +7,31 @@ where it differs, the policy is asked again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from recollect._core.decisions import Decision, Site
-from recollect._core.operators import Operator, count_flops, is_wrapper, parts_of, storages_in, tensors_in
+from recollect._core.operators import (
+    Operator,
+    count_flops,
+    is_wrapper,
+    operator_of,
+    parts_of,
+    storages_in,
+    tensors_in,
+)
 from recollect._core.places import Place, Places
-from recollect._core.torch_private.schemas import OpOverload
+from recollect._core.torch_private.intercept import can_intercept
+from recollect._core.torch_private.schemas import TO_COPY, OpOverload
 from recollect._policy.base import Policy, Verdict
 from recollect._policy.judging import judge
-from recollect._selective.plan import Plan
+from recollect._selective.program import Program
 from recollect._selective.tape import Tape, name_of_call
 
 _RUNS_AGAIN = Verdict(Decision.RECOMPUTE, "it can only run again")
@@ -39,8 +51,9 @@ class Line:
         place: where it was called.
         bytes: of its results.
         matched: how often the decision was carried out.
+        number: the operator, whether grad mode was on, and which call of it; None for a block.
         is_routing: its result chooses, or follows a choice.
-        is_written: the function writes into a block's result afterwards, so that only a copy can be kept.
+        is_written: the function writes into the result afterwards, so that only a copy can be kept.
         is_impure: a block writes into what others may read, so that it must run again.
         fills: a collective fills its arguments.
     """
@@ -54,6 +67,7 @@ class Line:
     place: Place | None = None
     bytes: int = 0
     matched: int = 0
+    number: tuple[Any, bool, int] | None = None
     is_routing: bool = False
     is_written: bool = False
     is_impure: bool = False
@@ -63,6 +77,22 @@ class Line:
     def is_kept(self) -> bool:
         """Whether recomputation is given the result."""
         return self.decision is Decision.SAVE
+
+
+_RECOMPUTED = Line(key=None, shapes=(), what="", decision=Decision.RECOMPUTE, by="")
+_SIZES = frozenset({"shape", "bytes", "flops"})
+_SITE_FIELDS = tuple(one.name for one in fields(Site))
+
+
+class _WatchedSite(Site):
+    """A site that knows whether anybody asked for its size."""
+
+    was_measured = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _SIZES:
+            object.__setattr__(self, "was_measured", True)
+        return super().__getattribute__(name)
 
 
 def shapes_of(result: Any) -> tuple[Any, ...]:
@@ -82,6 +112,7 @@ class Ledger:
         unneeded: calls of blocks that recomputation stops before: their results are not held.
         draws: whether the region draws random numbers; None while unknown.
         names: all names that were given, and the rule by which each is kept.
+        is_varying: the policy goes by sizes, and they differ from call to call: it is asked at each.
         named: the names by which values were kept.
         is_stale: whether a value was given a name that nobody had given when the region was learned.
         has_backward: whether the function runs a backward pass itself: then blocks cannot be cut out of its graph.
@@ -90,8 +121,14 @@ class Ledger:
         fills: whether collectives fill memory that the function takes.
         gathers: whether parameters are gathered inside the function.
         saved: how many tensors the region saves: another number is another way through the function.
+        kept: how many operators a forward keeps with grad mode on.
+        is_proven: whether it was seen that results are kept as the operators gave them, where only those are looked at.
+        looks_at_sizes: whether the policy went by the size of a value.
+        ops: the operators that need to be looked at once it is learned; None where all do.
+        by_call: the lines of those, by their numbers.
+        wanted: which calls of those are kept, if all of them are plain (`serving.py`); None if some are not.
         may_tape: whether a tape is worth trying.
-        plan: how to replay it; None if its function must be run again.
+        program: how to replay it; None if its function must be run again.
         why_not_taped: why it is not.
         unwatched: how many calls went as learned without being watched: they are in no line's count.
         breaks: how many did not.
@@ -111,19 +148,89 @@ class Ledger:
     fills: bool = False
     gathers: bool = False
     saved: int = -1
+    kept: int = -1
+    is_proven: bool = False
+    looks_at_sizes: bool = False
+    ops: frozenset[Any] | None = None
+    by_call: dict[tuple[Any, bool, int], Line] = field(default_factory=dict)
+    wanted: dict[Any, frozenset[int]] | None = None
     may_tape: bool = True
-    plan: Plan | None = None
+    program: Program | None = None
     why_not_taped: str | None = None
     unwatched: int = 0
     breaks: int = 0
     names: dict[str, str | None] = field(default_factory=dict)
+    is_varying: bool = False
 
     def forget(self) -> None:
         """The region went another way than learned: learn it anew at its next call."""
         for line in self.lines:
             line.matched += self.unwatched
         self.unwatched = 0
-        self.is_learned, self.is_stale, self.plan = False, False, None
+        self.is_learned, self.is_stale, self.is_proven = False, False, False
+        self.program = self.ops = self.wanted = None
+
+    def learn(self, *, saved: int, kept: int, sees_all: bool) -> None:
+        """A whole forward was seen.
+
+        Args:
+            saved: how many tensors it saved.
+            kept: how many operators it kept with grad mode on.
+            sees_all: whether every call must be seen again, whatever was kept.
+        """
+        self.is_learned, self.saved, self.kept = True, saved, kept
+        self.keeps_ops = any(line.is_kept for line in self.lines)
+        self.fills = any(line.fills for line in self.lines)
+        self._choose_ops(sees_all=sees_all or bool(self.named))
+
+    def _choose_ops(self, *, sees_all: bool) -> None:
+        asks = self.is_varying
+        kept = [line for line in self.lines if line.is_kept or (asks and operator_of(line.key).can_be_kept)]
+        if sees_all or not all(can_intercept(line.key) and not operator_of(line.key).is_collective for line in kept):
+            self.ops = self.wanted = None
+            return
+        self.ops = frozenset(line.key for line in kept)
+        self.wanted = None if asks or self.has_backward else _plain_calls(kept)
+        self.by_call = {line.number: line for line in self.lines if line.key in self.ops and line.number is not None}
+
+    def note_proof(self, count_calls: Callable[[Any, bool], int]) -> None:
+        """A forward, of which only some operators were seen, has shown which results the function writes into.
+
+        Without a dispatch mode some operators are made of others: if those that matter were called another number of
+        times than when all were seen, all must be seen.
+        """
+        self.is_proven = True
+        learned = Counter(line.number[:2] for line in self.by_call.values() if line.number is not None)
+        is_same = all(count_calls(*called) == times for called, times in learned.items())
+        self._choose_ops(sees_all=self.ops is None or not is_same)
+
+    def vary(self) -> Ledger:
+        """The same decisions for calls of any size: of these no program is made."""
+        why = "its inputs have had three different sizes, and a program is for one"
+        other = replace(
+            self, program=None, may_tape=False, why_not_taped=why, is_varying=self.looks_at_sizes, unwatched=0
+        )
+        other.keeps_ops = self.keeps_ops or self.looks_at_sizes
+        other._choose_ops(sees_all=self.ops is None)  # noqa: SLF001 (its own)
+        return other
+
+    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+        """What was learned of a call; a policy that goes by sizes is asked again where they differ."""
+        line = self.by_call.get((func, torch.is_grad_enabled(), call), _RECOMPUTED)
+        if self.is_varying and line is not _RECOMPUTED and line.shapes != shapes_of(result):
+            line = self._judge_again(line, operator, args, kwargs, result)
+        return line
+
+    def _judge_again(self, line: Line, operator: Operator, args: Any, kwargs: Any, result: Any) -> Line:
+        flops = count_flops(operator, args, kwargs, result)
+        sites = [
+            replace(site, shape=tuple(tensor.shape), bytes=bytes_of(tensor), flops=flops)
+            for site, tensor in zip(line.sites, tensors_in(result), strict=False)
+        ]
+        verdicts = [self.judge(site) for site in sites]
+        is_kept = any(verdict.decision is Decision.SAVE for verdict in verdicts)
+        decision = Decision.SAVE if is_kept else Decision.RECOMPUTE
+        return line if line.decision is decision else replace(line, decision=decision)
 
     def rule_for(self, name: str) -> str | None:
         """The rule by which something of this name is kept."""
@@ -137,7 +244,9 @@ class Ledger:
         Raises:
             NotImplementedError: the answer is to offload.
         """
-        verdict = judge(self.policy, site)
+        watched = _WatchedSite(**{name: getattr(site, name) for name in _SITE_FIELDS})
+        verdict = judge(self.policy, watched)
+        self.looks_at_sizes = self.looks_at_sizes or watched.was_measured
         if verdict.decision is Decision.OFFLOAD:
             refuse_offload(f"region '{self.region}': {verdict.by} decided", site.op)
         return verdict
@@ -152,6 +261,19 @@ class Ledger:
         kind, name = key
         line = self.blocks[key] = Line(key=key, shapes=(), what=f"{kind} '{name}'", decision=Decision.SAVE, by=by)
         return line
+
+
+def _plain_calls(lines: list[Line]) -> dict[Any, frozenset[int]] | None:
+    """The calls of each operator; None if one of them draws, writes, is written into or runs without gradients."""
+    found: dict[Any, set[int]] = {}
+    for line in lines:
+        operator = operator_of(line.key)
+        func, is_tracked, call = line.number or (None, False, 0)
+        is_plain = not (operator.is_random or operator.writes or operator.hides_writes or line.is_written)
+        if not is_plain or not is_tracked or func is TO_COPY:
+            return None
+        found.setdefault(func, set()).add(call)
+    return {func: frozenset(calls) for func, calls in found.items()}
 
 
 class _Beneath:
@@ -173,7 +295,7 @@ class Clerk:
         self._scopes = scopes
         self._index = -1
         self._chosen: list[ref[Any]] = []  # storages of routing results and of what is counted out of them
-        self.has_asked = False
+        self.has_asked = self.saw_compiled = False
 
     def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
         """The line of an operator call: the one of the last time, or a new one."""
@@ -232,7 +354,8 @@ class Clerk:
         self.has_asked = True
         place = self._places.find(4)
         if self._places.saw_compiled or not isinstance(func, OpOverload):
-            self._ledger.may_tape = False  # a compiled function would be compiled anew for the tape's mode
+            # A compiled function would be compiled anew for the tape's mode, and for an interception.
+            self._ledger.may_tape, self.saw_compiled = False, True
         is_routing = operator.is_routing or self._follows_choice(args, kwargs, result)
         if is_routing:
             self._note_choice(result)
@@ -269,6 +392,7 @@ class Clerk:
             place=place,
             bytes=sum(site.bytes for site in sites),
             matched=1,
+            number=(func, torch.is_grad_enabled(), call),
             is_routing=is_routing,
             fills=operator.fills,
         )

@@ -45,7 +45,7 @@ def warn_unmatched(policy: Policy) -> None:
 def _describe_unmatched(policy: Policy) -> list[str]:
     """What to say of each rule that matched nothing."""
     notes = [one for one in all_notes() if one.given == policy]
-    ledgers = [ledger for one in notes for ledger in list(one.ledgers.values())]
+    ledgers = [ledger for one in notes for ledger in one.all_ledgers()]
     matched = {rule for ledger in ledgers for rule in _matched_in(ledger)}
     reached = {label for one in notes for label in one.policy.labels}
     messages = {}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -23,7 +23,25 @@ from recollect._selective.ledger import Ledger
 from recollect._selective.parameters import is_unit
 
 _MOST_KINDS = 64
+_SIZES_LEARNED = 2
 TALKS_AT_TIMES = "it talks to other processes at some calls and not at others"
+
+
+class Kind(NamedTuple):
+    """What makes two calls the same: training mode; shapes and dtypes of tensors, flags and texts, types of the rest.
+
+    Attributes:
+        training: whether the module is in training mode.
+        words: one for each argument.
+    """
+
+    training: Any
+    words: tuple[Any, ...]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The same, sizes apart."""
+        return (self.training, *((len(w[0]), w[1]) if type(w) is tuple else w for w in self.words))
 
 
 class Notes:
@@ -40,7 +58,8 @@ class Notes:
         self.region = region
         self.talks_at_times = False
         self._roots = [ref(root) for root in roots]
-        self.ledgers: dict[Any, Ledger] = {}
+        self.ledgers: dict[Kind, Ledger] = {}
+        self._varying: dict[tuple[Any, ...], Ledger] = {}
         self.wanted = self._find_blocks(roots)
 
     def _find_blocks(self, roots: list[nn.Module]) -> Wanted:
@@ -98,21 +117,36 @@ class Notes:
     def note_talk(self) -> None:
         """It talks at some calls and not at others: see each call from now on, so that all ranks keep the same."""
         self.talks_at_times = True
-        for ledger in self.ledgers.values():
-            ledger.plan, ledger.may_tape, ledger.why_not_taped = None, False, TALKS_AT_TIMES
+        for ledger in self.all_ledgers():
+            ledger.program, ledger.may_tape, ledger.why_not_taped = None, False, TALKS_AT_TIMES
 
     def places(self) -> Places:
         """What finds paths relative to the region's modules."""
         return Places("", [root for weak in self._roots if (root := weak()) is not None])
 
-    def ledger(self, kind: Any) -> Ledger:
+    def ledger(self, kind: Kind) -> Ledger:
         """The ledger of one kind of call."""
         found = self.ledgers.get(kind)
-        if found is None:
-            if len(self.ledgers) >= _MOST_KINDS:
-                self.ledgers.clear()
-            found = self.ledgers[kind] = Ledger(region=self.region, policy=self.policy)
+        return self._new_ledger(kind) if found is None else found
+
+    def _new_ledger(self, kind: Kind) -> Ledger:
+        """For a size that was not met before: that of calls of any size, once there were several that differ in it."""
+        form = kind.form
+        if form in self._varying:
+            return self._varying[form]
+        learned = [one for other, one in self.ledgers.items() if other.form == form and one.is_learned]
+        if len(learned) >= _SIZES_LEARNED:
+            self._varying[form] = learned[-1].vary()
+            return self._varying[form]
+        if len(self.ledgers) >= _MOST_KINDS:
+            self.ledgers.clear()
+            self._varying.clear()
+        found = self.ledgers[kind] = Ledger(region=self.region, policy=self.policy)
         return found
+
+    def all_ledgers(self) -> list[Ledger]:
+        """Of all kinds of calls."""
+        return [*self.ledgers.values(), *self._varying.values()]
 
 
 _MOST_NOTES = 4096
@@ -152,12 +186,21 @@ def _subject(fn: Callable[..., Any]) -> Any:
     return code if isinstance(code, CodeType) else type(fn)
 
 
+def _codes_within(fn: Callable[..., Any]) -> Iterator[CodeType]:
+    """The code of the functions that a function closes over."""
+    for cell in getattr(fn, "__closure__", None) or ():
+        with suppress(ValueError):  # a cell not filled yet
+            code = getattr(cell.cell_contents, "__code__", None)
+            if isinstance(code, CodeType):
+                yield code
+
+
 def find_notes(name: str, fn: Callable[..., Any], policy: Policy, roots: list[nn.Module]) -> Notes:
     """What is known of a function under a policy; new notes where nothing is."""
     table = _table().setdefault(_subject(fn), {})
-    # By identity first: a policy of many parts takes some microseconds to hash. By the modules too: closures made at
-    # each call share their code, not what they close over.
-    owners = tuple(map(id, roots))
+    # By identity first: a policy of many parts takes some microseconds to hash. By the modules and functions too:
+    # closures made at each call share their code, not what they close over.
+    owners = (*map(id, roots), *map(id, _codes_within(fn)))
     notes = table.get((name, id(policy), owners))
     if notes is None or notes.given is not policy:
         notes = table.get((name, policy, owners))

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from recollect._core.places import Place
-from recollect._recompute.frame import unpack
-from recollect._recompute.slots import frame_of
+from recollect._recompute.handles import frame_of
+from recollect._recompute.hooks import same
 from recollect._selective.kept import Hooks
 
 
 class _Pinned:
     """What becomes of a call, decided before."""
 
-    __slots__ = ("is_kept", "place")
+    __slots__ = ("is_kept", "is_written", "place")
 
     def __init__(self, *, is_kept: bool) -> None:
-        self.is_kept = is_kept
+        self.is_kept, self.is_written = is_kept, False
         self.place: Place | None = None
 
 
@@ -63,7 +63,7 @@ def pins_within(hooks: Hooks | None) -> Pins | None:
     if hooks is None or frame is None:
         return None
     nested: list[Pins] | None = getattr(frame, "nested", None)
-    if hooks[1] is unpack:
+    if hooks[1] is not same:  # of forward
         if nested is None:
             nested = frame.nested = []
         nested.append(Pins())

@@ -14,8 +14,8 @@ from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.region import Region
-from recollect._selective.frame import SelectiveFrame
-from recollect._selective.notes import Notes, are_apart, find_notes
+from recollect._selective.notes import Kind, Notes, are_apart, find_notes
+from recollect._selective.way import SelectiveWay
 
 __recollect_role__ = Role.REGION
 
@@ -48,7 +48,8 @@ class SelectiveRegion(Region):
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         """Begin an execution under the policy."""
         notes = self._find_notes()
-        frame = SelectiveFrame(self.name, self.fn, self.options, notes, notes.ledger(_kind_of(self.fn, args, kwargs)))
+        way = SelectiveWay(notes, notes.ledger(_kind_of(self.fn, args, kwargs)))
+        frame = Frame(self.name, self.fn, self.options, way, self.memory)
         frame.enter(args, kwargs)
         return frame
 
@@ -64,12 +65,12 @@ class SelectiveRegion(Region):
         return notes
 
 
-def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What makes two calls alike: the tensors' shapes, flags and words among the arguments, training mode."""
+def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    """What kind of call this is."""
     values = (*args, *kwargs.values())
     shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else _word(v) for v in values)
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", fn)  # of a module, a miss takes 3 µs
-    return getattr(owner, "training", None), shapes
+    return Kind(getattr(owner, "training", None), shapes)
 
 
 def _word(value: Any) -> Any:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, set_grad_enabled
-from recollect._recompute.frame import same
+from recollect._recompute.hooks import same
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.rng import put_back
-from recollect._selective.plan import NOWHERE, Bound, Call, Inner, Link, Listed, Plan, View
+from recollect._selective.program import NOWHERE, Bound, Call, Inner, Link, Listed, Program, View
 
 _DEEPEST = 32  # calls that wait for each other before they are made in order
 
@@ -24,7 +24,7 @@ class Replay:
 
     Args:
         region: its name.
-        plan: what to call for what.
+        program: what to call for what.
         bound: what this execution has; emptied on the way if this is the last pass.
         leaves: the region's arguments, to be called with again.
         uses: how often each number is asked for until every slot that is alive is served.
@@ -32,12 +32,23 @@ class Replay:
         fill: called with the index and value of each inner saved tensor that a call makes.
     """
 
-    __slots__ = ("_bound", "_depth", "_fill", "_inputs", "_is_last", "_plan", "_region", "_uses", "_values", "_views")
+    __slots__ = (
+        "_bound",
+        "_depth",
+        "_fill",
+        "_inputs",
+        "_is_last",
+        "_program",
+        "_region",
+        "_uses",
+        "_values",
+        "_views",
+    )
 
     def __init__(
         self,
         region: str,
-        plan: Plan,
+        program: Program,
         bound: Bound,
         leaves: list[Any],
         uses: list[int],
@@ -45,15 +56,15 @@ class Replay:
         is_last: bool,
         fill: Callable[[int, Tensor], None],
     ) -> None:
-        self._region, self._plan, self._bound, self._uses = region, plan, bound, uses
-        self._is_last, self._fill, self._views = is_last, fill, plan.views
+        self._region, self._program, self._bound, self._uses = region, program, bound, uses
+        self._is_last, self._fill, self._views = is_last, fill, program.views
         self._values: dict[int, Tensor] = {}
         self._depth = 0
-        self._inputs = {number: leaves[index] for number, index in plan.inputs.items() if uses[number]}
+        self._inputs = {number: leaves[index] for number, index in program.inputs.items() if uses[number]}
 
     def take(self, index: int) -> Tensor | None:
         """The value of a saved tensor by its index; None for an inner one, which was given to `fill`."""
-        source = self._plan.sources[index]
+        source = self._program.sources[index]
         if type(source) is int:
             return self._value(source)
         if type(source) is View:
@@ -90,8 +101,8 @@ class Replay:
             if left <= 0:
                 del self._inputs[number]
             return value
-        index = self._plan.makers[number]
-        call = self._plan.calls[index]
+        index = self._program.makers[number]
+        call = self._program.calls[index]
         self._depth += 1
         if self._depth > _DEEPEST:
             self._make_before(index)
@@ -107,27 +118,27 @@ class Replay:
 
     def _make_before(self, index: int) -> None:
         """Make what a call needs, one after the other: a long chain would go too deep."""
-        plan, needed, waiting = self._plan, set[int](), [index]
+        program, needed, waiting = self._program, set[int](), [index]
         while waiting:
-            for link in plan.calls[waiting.pop()].links:
-                view = plan.views[link]
+            for link in program.calls[waiting.pop()].links:
+                view = program.views[link]
                 number = link if view is None else view.number
-                maker = plan.makers[number]
+                maker = program.makers[number]
                 if maker >= 0 and maker not in needed and not self._has(number):
                     needed.add(maker)
                     waiting.append(maker)
         for earlier in sorted(needed):
-            if not all(number < 0 or self._has(number) for number in plan.calls[earlier].outs):
+            if not all(number < 0 or self._has(number) for number in program.calls[earlier].outs):
                 self._call(earlier)
 
     def _has(self, number: int) -> bool:
         return number in self._values or self._bound.held[number] is not None or number in self._inputs
 
     def _refuse(self, number: int, value: Tensor) -> None:
-        maker = self._plan.makers[number]
+        maker = self._program.makers[number]
         what = "a parameter or another tensor that the function reads"
         if maker >= 0:
-            what = f"the result of {self._plan.calls[maker].place}, which is kept"
+            what = f"the result of {self._program.calls[maker].place}, which is kept"
         message = (
             f"region '{self._region}': {what} ({describe_tensor(value)}), was changed in place after forward had used "
             "it, so that nothing can be recomputed from it.\n"
@@ -137,7 +148,7 @@ class Replay:
 
     def _call(self, index: int, wanted: int = NOWHERE) -> None:
         """Make one call again, and store those of its results that somebody will ask for, or that is wanted now."""
-        call = self._plan.calls[index]
+        call = self._program.calls[index]
         args, kwargs = self._arguments(index, call)
         states = self._bound.states.get(index)
         if states is not None:
@@ -186,8 +197,8 @@ class Replay:
     def _call_watched(self, index: int, call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call whose inner saved tensors are needed: with a graph, as in forward, and hooks that take them."""
         assert call.needs_grad is not None
-        sources = self._plan.sources
-        wanted = {source.place: i for i in self._plan.inner[index] if type(source := sources[i]) is Inner}
+        sources = self._program.sources
+        wanted = {source.place: i for i in self._program.inner[index] if type(source := sources[i]) is Inner}
         flags = iter(call.needs_grad)
         made: dict[int, Tensor] = {}  # one for each tensor: a function may ask whether two arguments are one
         args = [_tracked(value, flags, made) for value in args]

@@ -1,8 +1,8 @@
-"""Learns a plan: records every call of torch that one forward makes, and what it saves, then keeps what is needed.
+"""Learns a program: records every call of torch that one forward makes, and what it saves, then keeps what is needed.
 
 The recorder is a torch-function mode, which sees each call of torch once, with its arguments (3 µs; a dispatch mode
 sees every operator beneath, at four times the cost). It holds all tensors until the forward is over, so it runs at the
-first call of its kind only; `take.py` follows the plan afterwards.
+first call of its kind only; `follow.py` follows the program afterwards.
 
 What the tape cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
 place, attributes set, tensors that are no plain ones, memory left unfilled for others to write, arguments that may
@@ -12,6 +12,7 @@ which only a part is kept. What is left is replayed once and compared, to the bi
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from recollect._core.operators import UNFILLED, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
-from recollect._recompute.frame import read_meta
+from recollect._recompute.hooks import read_meta
 from recollect._selective.kept import States, read_states, sources_of
-from recollect._selective.plan import (
+from recollect._selective.program import (
     HELD,
     NOWHERE,
     Bound,
@@ -31,7 +32,7 @@ from recollect._selective.plan import (
     Inner,
     Link,
     Listed,
-    Plan,
+    Program,
     Source,
     Unfixed,
     View,
@@ -185,6 +186,13 @@ class Tape(FunctionMode):
         if entry is not None:
             entry.saved += 1
 
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if exc_type is not None:
+            self.forget()
+
     def forget(self) -> None:
         """Let every tensor go."""
         self.tensors, self.saved, self.entries, self._numbers = [], [], [], {}
@@ -233,7 +241,7 @@ class Tape(FunctionMode):
                         break
         return views
 
-    def plan(self, kept: set[int], drawing: set[int], viewing: set[int]) -> tuple[Plan, Bound]:
+    def program(self, kept: set[int], drawing: set[int], viewing: set[int]) -> tuple[Program, Bound]:
         """What replay needs so that results of these calls, by index, are kept, and what this execution has of it.
 
         Args:
@@ -242,7 +250,7 @@ class Tape(FunctionMode):
             viewing: the calls that only view.
         """
         outside = {n for n, maker in enumerate(self._makers) if maker == NOWHERE and n not in self._inputs}
-        raw = Plan()
+        raw = Program()
         raw.makers = list(self._makers)
         raw.views = self._views(viewing - kept)
         index_of = {id(entry): index for index, entry in enumerate(self.entries)}
@@ -273,23 +281,23 @@ class Tape(FunctionMode):
 
 
 class _Renumbering:
-    """Turns what the tape saw into a plan of what is needed."""
+    """Turns what the tape saw into a program of what is needed."""
 
-    def __init__(self, tape: Tape, raw: Plan, held: list[Any], uses: list[int]) -> None:
+    def __init__(self, tape: Tape, raw: Program, held: list[Any], uses: list[int]) -> None:
         self._tape, self._raw, self._held, self._uses = tape, raw, held, uses
         needed = {n for n, count in enumerate(uses) if count}
         # Views have numbers too: not to be made, but to be known again where a call takes them.
         needed |= {n for n, view in enumerate(raw.views) if view is not None and view.number in needed}
         self._new = {number: new for new, number in enumerate(sorted(needed))}
 
-    def finish(self, drawing: set[int]) -> tuple[Plan, Bound]:  # noqa: C901 (one pass over each list)
+    def finish(self, drawing: set[int]) -> tuple[Program, Bound]:  # noqa: C901 (one pass over each list)
         tape, raw, held, uses, new = self._tape, self._raw, self._held, self._uses, self._new
-        plan = Plan()
-        plan.makers = [raw.makers[number] for number in new]
-        plan.uses = [uses[number] for number in new]
-        plan.metas = raw.metas
-        plan.views = [self._view(raw.views[number]) for number in new]
-        plan.inputs = {new[number]: leaf for number, leaf in tape._inputs.items() if number in new}  # noqa: SLF001
+        program = Program()
+        program.makers = [raw.makers[number] for number in new]
+        program.uses = [uses[number] for number in new]
+        program.metas = raw.metas
+        program.views = [self._view(raw.views[number]) for number in new]
+        program.inputs = {new[number]: leaf for number, leaf in tape._inputs.items() if number in new}  # noqa: SLF001
         bound = Bound(len(new), len(tape.entries))
         for number, place in new.items():
             bound.versions[place] = tape._versions[number]  # noqa: SLF001
@@ -309,19 +317,19 @@ class _Renumbering:
             if index in inner_calls:
                 call.needs_grad = tuple(tape.tensors[number].requires_grad for number in entry.links)
             call.settle()
-            plan.calls.append(call)
-        bases = {view.number for view in plan.views if view is not None}
+            program.calls.append(call)
+        bases = {view.number for view in program.views if view is not None}
         for place, source in enumerate(raw.sources):
             renumbered: Source = new[source] if isinstance(source, int) else self._view(source) or source
             if isinstance(source, Inner):
-                plan.inner.setdefault(source.call, []).append(place)
-            plan.sources.append(renumbered)
+                program.inner.setdefault(source.call, []).append(place)
+            program.sources.append(renumbered)
             if isinstance(renumbered, View):
                 bases.add(renumbered.number)
-        plan.bases, plan.draws = frozenset(bases), bool(drawing)
-        for call in plan.calls:
+        program.bases, program.draws = frozenset(bases), bool(drawing)
+        for call in program.calls:
             call.is_base = call.number in bases
-        return plan, bound
+        return program, bound
 
     def _view(self, source: Any) -> View | None:
         if not isinstance(source, View):

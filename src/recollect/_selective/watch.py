@@ -1,7 +1,9 @@
-"""The dispatch modes that keep single operators: one around forward, one around recomputation.
+"""What keeps single operators: a watch around forward, and one around recomputation that serves them.
 
-They see every operator, so they cost some microseconds for each. They run at a region's first call, to learn what its
-policy says (`ledger.py`), and stay where nothing lighter is exact: see docs/design/selective.md.
+At a region's first call, to learn what its policy says (`ledger.py`), they are dispatch modes, which see every operator
+and cost some microseconds for each. Once it is known which operators matter, only those are intercepted, unless
+somebody's dispatch mode is on: then they are modes again, so that it sees what runs and nothing else. See
+docs/design/selective.md.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 from weakref import ref
 
 import torch
@@ -28,8 +30,9 @@ from recollect._core.operators import (
 from recollect._core.places import Place, Places
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.collectives import answer, wait_for, works_in
-from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version
+from recollect._core.torch_private.dispatch import DispatchMode, alias_with_version, dispatch_mode_depth
 from recollect._core.torch_private.engine import current_pass
+from recollect._core.torch_private.intercept import Interception
 from recollect._core.torch_private.schemas import OpOverload, count_results
 from recollect._recompute.oplog import describe_tensor
 from recollect._selective.kept import (
@@ -42,14 +45,20 @@ from recollect._selective.kept import (
     sources_of,
     version_of,
 )
+from recollect._selective.ledger import Line
 from recollect._selective.parameters import moves_parameters
-from recollect._selective.shelf import Counter, Key, Shelf
+from recollect._selective.shelf import Counter, Key, Shelf, Slipped
 
 
 class Answer(Protocol):
-    """What becomes of an operator's result: a line of the ledger, or whatever else says as much."""
+    """What becomes of an operator's result: a line of the ledger, or whatever else says as much.
+
+    Attributes:
+        is_written: the function writes into the result afterwards, so that only a copy can be kept.
+    """
 
     place: Place | None
+    is_written: bool
 
     @property
     def is_kept(self) -> bool: ...
@@ -93,20 +102,40 @@ class _Made:
 
 
 class _Watch(DispatchMode):
-    """What both modes look away from: kept blocks, other recomputations, what autocast may cache, parameters' gathers.
+    """What both look away from: kept blocks, other recomputations, what autocast may cache, parameters' gathers.
 
     Attributes:
+        ops: the operators that it looks at; None for all.
         saw_gather: whether parameters are gathered inside the region.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Shelf, ops: frozenset[Any] | None = None) -> None:
         super().__init__()
-        self._shelf = shelf
+        self._shelf, self.ops = shelf, ops
         self._counter = Counter()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
         self.is_paused = self.saw_gather = False
+        self._interception: Interception | None = None
+
+    def __enter__(self) -> Self:
+        if self.ops is None or dispatch_mode_depth():
+            return super().__enter__()
+        self._interception = Interception(self.ops, self.meet)
+        self._interception.enter()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._interception is None:
+            super().__exit__(exc_type, exc, traceback)
+        else:
+            interception, self._interception = self._interception, None
+            interception.leave()
 
     def _looks_away(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.ops is not None and func not in self.ops:
+            return True
         if self.is_paused or current_run() is not self._run or is_cached_cast(func, args, kwargs):
             return True
         # Parameters are gathered without gradients; whoever does it with them is seen at the collective.
@@ -152,12 +181,18 @@ class ForwardWatch(_Watch):
             them must run again; otherwise they are better updated once.
         tracks_memory: whether to know which memory was taken by the region itself, in case a collective fills some.
             Where it is not known, what it was filled with is copied.
+        ops: the operators to look at; None for all.
+        saved: grows with each tensor that the region saves.
+        proves: whether to copy what is kept, and see at the end that nothing wrote into it unseen. A dispatch mode
+            changes what some operators are made of, and where only some are looked at, others write past versions:
+            `linear` adds its bias in place, to an unsafe view of the product.
 
     Attributes:
         saw_backward: whether the function itself runs a backward pass.
+        saw_wrappers: whether operators ran on tensors that wrap others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (of which most callers give few)
         self,
         shelf: Shelf,
         decide: Decide,
@@ -166,12 +201,15 @@ class ForwardWatch(_Watch):
         own: frozenset[int] = frozenset(),
         is_exact: bool = False,
         tracks_memory: bool = False,
+        ops: frozenset[Any] | None = None,
+        saved: Sequence[Any] = (),
+        proves: bool = False,
     ) -> None:
-        super().__init__(shelf)
-        self._decide, self._is_exact = decide, is_exact
+        super().__init__(shelf, ops)
+        self._decide, self._is_exact, self._saved, self.proves = decide, is_exact, saved, proves
         self._own = own
         self._pass = current_pass()
-        self.saw_backward = self.wrote_outside = False
+        self.saw_backward = self.wrote_outside = self.saw_wrappers = False
         self._made_inside: list[ref[Any]] = []
         self._storages: dict[int, ref[Any]] | None = {} if tracks_memory else None
         self._makers: list[_Made] | None = [] if notes_makers else None
@@ -190,6 +228,7 @@ class ForwardWatch(_Watch):
         inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
         call = self._counter.next((func, torch.is_grad_enabled()))  # counted here, like a call that raises
         if self.is_on_wrappers:
+            self.saw_wrappers = True
             given, operator = _run_and_listen(func, operator, args, kwargs)
         else:
             given = func(*args, **kwargs)
@@ -262,10 +301,26 @@ class ForwardWatch(_Watch):
         if type(result) is not Tensor:
             kept.look_inside(tensors_in(result), alias_with_version)
         kept.place, kept.inputs, kept.states = made.answer.place, made.inputs, made.states
+        kept.line, kept.position = made.answer, len(self._saved)
         if made.operator.writes and not made.operator.fills:  # its own write shows in the version only after this
             kept.copy_out()
+        if made.answer.is_written:
+            kept.copy_out()
+            kept.is_written = True
+        elif self.proves:
+            kept.proof = [tensor.detach().clone() for tensor in kept.tensors]
         self._shelf.calls[made.key] = kept
         return kept
+
+    def count_calls(self, func: Any, is_tracked: bool) -> int:  # noqa: FBT001
+        """How often an operator was called, with grad mode on or off."""
+        return self._counter.count((func, is_tracked))
+
+    def prove(self) -> None:
+        """Forward is over: note of what the function wrote into, though no version showed it."""
+        for kept in self._shelf.calls.values():
+            if not kept.prove() and isinstance(kept.line, Line):
+                kept.line.is_written = True
 
     def keep_maker(self, value: Tensor) -> Answer | None:
         """Keep, after the fact, the operator call that made a value or what it is a view of; gives its answer.
@@ -294,7 +349,7 @@ class ForwardWatch(_Watch):
         """An operator is about to write into a kept value."""
         kept.copy_out()
         kept.is_written = True
-        if kept.line is not None:
+        if isinstance(kept.line, Line):
             kept.line.is_written = True  # from the next call on, a copy is kept at once
 
 
@@ -331,10 +386,17 @@ class ChoiceWatch(DispatchMode):
 class AgainWatch(_Watch):
     """Gives recomputation what forward kept, in place of running it."""
 
-    def __init__(self, shelf: Shelf, *, refuse: Callable[[KeptCall], None] | None = None) -> None:
-        super().__init__(shelf)
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        refuse: Callable[[KeptCall], None] | None = None,
+        ops: frozenset[Any] | None = None,
+    ) -> None:
+        super().__init__(shelf, ops)
         self._refuse = refuse
         self.served = 0
+        self.count_made: Callable[[], int] | None = None  # how many tensors the recomputation has saved so far
 
     def __enter__(self) -> Self:
         """A recomputation starts: count from the beginning."""
@@ -361,6 +423,8 @@ class AgainWatch(_Watch):
         if kept is None:
             return func(*args, **kwargs)
         self.served += is_tracked or kept.talks
+        if self.count_made is not None and is_tracked and kept.position != self.count_made():
+            self._slip(kept)
         given = tensors_in(args, kwargs)
         if kept.inputs != metas_of(args, kwargs):
             self._mismatch(kept, call, given)
@@ -378,6 +442,14 @@ class AgainWatch(_Watch):
         ((position, name),) = operator.writes
         target: Tensor = args[position] if position < len(args) else kwargs[name]
         return target.copy_(result)
+
+    def _slip(self, kept: KeptCall) -> NoReturn:
+        assert self.count_made is not None
+        message = (
+            f"region '{self._shelf.region}': {kept.label} was kept after {kept.position} saved tensors in forward, and "
+            f"is met after {self.count_made()} in recomputation."
+        )
+        raise Slipped(message)
 
     def check(self, index: int) -> None:
         """Saved tensor `index` is made again."""

@@ -74,10 +74,10 @@ class SelectiveCheckpointContext:
 class _Answer:
     """What becomes of a result."""
 
-    __slots__ = ("is_kept", "place")
+    __slots__ = ("is_kept", "is_written", "place")
 
     def __init__(self, *, is_kept: bool) -> None:
-        self.is_kept = is_kept
+        self.is_kept, self.is_written = is_kept, False
         self.place: Place | None = None  # looked for when an error needs it: recomputation comes by the same place
 
 

@@ -1,7 +1,8 @@
 """The base class for modes that see every operator, in forward, in recomputation and on autograd's threads.
 
 Private names: `torch.utils._python_dispatch.TorchDispatchMode`, and two of its class methods, overridden below; the
-guard by which an alias made inside a mode shares its version counter; how many modes are on.
+guard by which an alias made inside a mode shares its version counter; which modes are on; whether hooks are set for
+all modules.
 Replaced by: a public dispatch mode, once torch exports one (`torch.overrides.TorchFunctionMode` is no substitute: it
 does not see the operators of backward).
 Run on: torch 2.11 (CUDA), 2.13 (CPU).
@@ -13,9 +14,21 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import _C, Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
-__all__ = ["DispatchMode", "alias_with_version", "dispatch_mode_depth", "without_dispatch_modes"]
+__all__ = [
+    *("DispatchMode", "alias_with_version", "dispatch_mode_depth", "is_watched", "quick_alias"),
+    "without_dispatch_modes",
+]
+
+_exclude = _C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+_VERSIONED = _C.DispatchKey.ADInplaceOrView
 
 
 class DispatchMode(TorchDispatchMode):
@@ -91,3 +104,23 @@ def alias_with_version(tensor: Tensor) -> Tensor:
     """Another tensor on the same memory that sees writes into it by its version; to be called inside a mode."""
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):  # noqa: FBT003
         return tensor.detach()
+
+
+def quick_alias(tensor: Tensor) -> Tensor:
+    """The same at less cost: saves 1 µs."""
+    if not _is_excluded(_VERSIONED):
+        return tensor.detach()
+    _exclude(_VERSIONED, False)  # noqa: FBT003
+    try:
+        return tensor.detach()
+    finally:
+        _exclude(_VERSIONED, True)  # noqa: FBT003
+
+
+def is_watched() -> bool:
+    """Whether somebody looks on who may call torch in between: a dispatch mode of theirs, or hooks on all modules."""
+    if _C._len_torch_dispatch_stack() and not all(
+        isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()
+    ):
+        return True
+    return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)

@@ -1,13 +1,15 @@
-"""Follows a plan through one forward: sees that the region makes the same calls, and holds what replay will need.
+"""Follows a program through one forward: sees that the region makes the same calls, and holds what replay will need.
 
 Arguments that are no tensors, Python numbers among them, are taken from this very call, so replay does what forward
-did and not what an earlier one did. Where the calls, the shapes or the ways of the tensors differ from the plan, it is
-broken: the region is recomputed by running its function again, and learned anew at its next call.
+did and not what an earlier one did. Where the calls, the shapes or the ways of the tensors differ from the program, it
+is broken: the region is recomputed by running its function again, and learned anew at its next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import count
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -18,38 +20,18 @@ from recollect._core.operators import ROUTING, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
-from recollect._recompute.frame import read_meta
-from recollect._recompute.slots import Slot
+from recollect._recompute.handles import FIRST
+from recollect._recompute.hooks import read_meta
 from recollect._selective.kept import States, read_states, sources_of
-from recollect._selective.plan import HELD, Bound, Call, Inner, Link, Listed, Plan, Unfixed, View, fixed
+from recollect._selective.program import HELD, Bound, Call, Inner, Link, Listed, Program, Unfixed, View, fixed
 from recollect._selective.tape import PLAIN_TENSORS, hold, results_of
 
 if TYPE_CHECKING:
-    from recollect._recompute.frame import Frame
+    from recollect._recompute.frame import Frame, Pack
 
 _OTHER_CALLS = "it makes other calls of torch than at its first call"
 _OTHER_WAYS = "its tensors go other ways than at its first call"
 _OTHER_DRAWS = "random numbers are drawn by a call that drew none before"
-
-
-class PlannedSlot(Slot):
-    """A slot that knows which saved tensor of the plan it is.
-
-    Attributes:
-        index: its place among the region's saved tensors.
-    """
-
-    __slots__ = ("index",)
-
-    index: int
-
-
-class HeldSlot(PlannedSlot):
-    """A slot that holds its tensor."""
-
-    __slots__ = ("held",)
-
-    held: Tensor
 
 
 CHOOSING = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ROUTING if hasattr(owner, name))
@@ -58,18 +40,18 @@ _END = Call(None, None, is_single=True, draws=False)
 
 
 class Take(FunctionMode):
-    """One forward under a plan."""
+    """One forward under a program."""
 
-    def __init__(self, plan: Plan, *, notes_choices: bool) -> None:
+    def __init__(self, program: Program, *, notes_choices: bool) -> None:
         super().__init__()
-        self.plan, self._notes_choices = plan, notes_choices
+        self.program, self._notes_choices = program, notes_choices
         self.choices: list[list[Tensor]] = []
-        self.bound = Bound(len(plan.makers), len(plan.calls))
+        self.bound = Bound(len(program.makers), len(program.calls))
         self.why_broken: str | None = None
         self.is_paused = self._is_calling = False
-        self._refs: list[Any] = [None] * len(plan.makers)
+        self._refs: list[Any] = [None] * len(program.makers)
         self._starts: dict[int, int] = {}  # where in memory those are that others are views of
-        self._calls = plan.calls
+        self._calls = program.calls
         self._next = 0
         self._pending: list[tuple[Tensor, View | int]] = []
         self._first: States | None = None  # the generators before the first call that draws
@@ -78,26 +60,26 @@ class Take(FunctionMode):
         self._run = current_run()
 
     def _note_choice(self, result: Any) -> None:
-        """Remember routing results, which must not come out otherwise if the plan breaks."""
+        """Remember routing results, which must not come out otherwise if the program breaks."""
         self.choices.append([tensor.detach() for tensor in tensors_in(result)])
 
     def begin(self, arguments: Arguments) -> None:
         """Bind the region's arguments."""
         leaves = arguments.leaves
-        for number, index in self.plan.inputs.items():
+        for number, index in self.program.inputs.items():
             tensor: Any = leaves[index] if index < len(leaves) else None  # a list may be shorter than it was
             if type(tensor) not in PLAIN_TENSORS or tensor.is_inference():
                 self.why_broken = _OTHER_WAYS
                 return
             self._refs[number] = ref(tensor)
             self.bound.versions[number] = tensor._version  # noqa: SLF001
-            if number in self.plan.bases:
+            if number in self.program.bases:
                 self._starts[number] = tensor.data_ptr()
 
     def __torch_function__(  # noqa: C901, PLR0912, PLR0915 (written out: it runs per call of torch)
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make the call and follow the plan."""
+        """Make the call and follow the program."""
         if self.why_broken is not None or self.is_paused or current_run() is not self._run:
             result = func(*args, **kwargs) if kwargs else func(*args)
             if func in CHOOSING and self._notes_choices and current_run() is self._run and not self.is_paused:
@@ -186,7 +168,7 @@ class Take(FunctionMode):
         return result
 
     def _is_as_planned(self, call: Call, func: Any, result: Any) -> bool:
-        """Whether a call that did not give one tensor follows the plan; those that give none are in no plan."""
+        """Whether a call that did not give one tensor follows the program; those that give none are in no program."""
         results = results_of(result)
         if results is None:
             return False
@@ -241,20 +223,20 @@ class Take(FunctionMode):
 
     def _bind_outside(self, number: int, tensor: Any) -> None:
         """A parameter, something the function closes over, the result of a kept block: seen for the first time."""
-        if type(tensor) not in PLAIN_TENSORS or self.plan.makers[number] >= 0 or tensor.is_inference():
+        if type(tensor) not in PLAIN_TENSORS or self.program.makers[number] >= 0 or tensor.is_inference():
             self.why_broken = _OTHER_WAYS
             return
         self._refs[number] = ref(tensor)
         self.bound.held[number] = hold(tensor)
         self.bound.versions[number] = tensor._version  # noqa: SLF001
-        if number in self.plan.bases:
+        if number in self.program.bases:
             self._starts[number] = tensor.data_ptr()
 
     def _check_identity(self, index: int, call: Call, result: Any) -> None:
         """A result that was one of the arguments (of `contiguous`, `to`, a dropout of nothing) must be so again."""
         for number, tensor in zip(call.outs, results_of(result) or (), strict=True):
             known = self._refs[number] if number >= 0 else None
-            if number >= 0 and self.plan.makers[number] != index and (known is None or known() is not tensor):
+            if number >= 0 and self.program.makers[number] != index and (known is None or known() is not tensor):
                 self.why_broken = _OTHER_WAYS
 
     def _bind_views(self, call: Call, result: Any) -> None:
@@ -288,58 +270,50 @@ class Take(FunctionMode):
                 bound.versions[number] = tensor._version  # noqa: SLF001
                 if place in call.kept:
                     bound.held[number] = tensor.detach()
-                if number in self.plan.bases:
+                if number in self.program.bases:
                     self._starts[number] = tensor.data_ptr()
 
-    def packer(self, frame: Frame) -> Callable[[Tensor], Slot]:
-        """The saved-tensor hook of forward: gives a slot, and checks that the tensor is what the plan says.
+    def packer(self, frame: Frame) -> Pack:
+        """The saved-tensor hook of forward: gives a handle, and checks that the tensor is what the program says.
 
         A closure, written out: it runs per saved tensor.
         """
-        add_slot, refs, pending, versions = frame.slots.append, self._refs, self._pending, self.bound.versions
-        sources, count, index = self.plan.sources, len(self.plan.sources), -1
+        add_handle, refs, pending, versions = frame.handles.append, self._refs, self._pending, self.bound.versions
+        sources, size, number = self.program.sources, len(self.program.sources), count(FIRST).__next__
+        held = frame.held = {}
 
-        def pack(tensor: Tensor) -> Slot:
-            nonlocal index
-            index += 1
-            if self.why_broken is not None or index >= count:
-                return self._pack_unplanned(frame, tensor, index)
+        def pack(tensor: Tensor) -> int:
+            handle = number()
+            index = handle - FIRST
+            add_handle(handle)
+            if self.why_broken is not None or index >= size:
+                self._pack_unplanned(frame, tensor, index)
+                return handle
             source = sources[index]
             if source is HELD:
-                held = HeldSlot()
-                held.held = held.value = tensor.detach() if self._is_calling else quietly(Tensor.detach)(tensor)
-                held.version = held.held._version  # noqa: SLF001
-                slot: PlannedSlot = held
-            else:
-                slot = PlannedSlot()
-                slot.value = None
-                if type(source) is int:
-                    known = refs[source]
-                    if known is None:
-                        pending.append((tensor, source))
-                    elif known() is not tensor or tensor._version != versions[source]:  # noqa: SLF001
-                        self.why_broken = _OTHER_WAYS
-                elif type(source) is View:
+                value = tensor.detach() if self._is_calling else quietly(Tensor.detach)(tensor)
+                held[index] = (value, value._version)  # noqa: SLF001
+            elif type(source) is int:
+                known = refs[source]
+                if known is None:
                     pending.append((tensor, source))
-                    if refs[source.number] is not None and tensor._version != versions[source.number]:  # noqa: SLF001
-                        self.why_broken = _OTHER_WAYS
-                elif type(source) is Inner and source.call != self._next:
-                    self.why_broken = _OTHER_CALLS
-            slot.frame, slot.kept, slot.index = frame, None, index
-            add_slot(ref(slot))
-            return slot
+                elif known() is not tensor or tensor._version != versions[source]:  # noqa: SLF001
+                    self.why_broken = _OTHER_WAYS
+            elif type(source) is View:
+                pending.append((tensor, source))
+                if refs[source.number] is not None and tensor._version != versions[source.number]:  # noqa: SLF001
+                    self.why_broken = _OTHER_WAYS
+            elif type(source) is Inner and source.call != self._next:
+                self.why_broken = _OTHER_CALLS
+            return handle
 
         return pack
 
-    def _pack_unplanned(self, frame: Frame, tensor: Tensor, index: int) -> Slot:
-        """The plan is broken: the function will run again, and what it saves is compared as in any frame."""
+    def _pack_unplanned(self, frame: Frame, tensor: Tensor, index: int) -> None:
+        """The program is broken: the function will run again, and what it saves is compared as in any frame."""
         self.why_broken = self.why_broken or _OTHER_CALLS
         frame.metas += [None] * (index - len(frame.metas))
         frame.metas.append(read_meta(tensor))
-        slot = PlannedSlot()
-        slot.frame, slot.value, slot.kept, slot.index = frame, None, None, index
-        frame.slots.append(ref(slot))
-        return slot
 
     def _check_pending(self) -> None:
         """Saved views: their base, which may be the result of the very call that saved them, must be where planned."""
@@ -373,8 +347,10 @@ class Take(FunctionMode):
         Args:
             moved: the generators that moved, and where they stood at entry.
         """
-        plan = self.plan
-        if self.why_broken is None and (self._next != len(plan.calls) or any_autocast_enabled() is not self._autocast):
+        program = self.program
+        if self.why_broken is None and (
+            self._next != len(program.calls) or any_autocast_enabled() is not self._autocast
+        ):
             self.why_broken = _OTHER_CALLS
         if self.why_broken is None and self._pending:
             self._check_pending()
@@ -387,6 +363,13 @@ class Take(FunctionMode):
         ):
             self.why_broken = self.why_broken or _OTHER_DRAWS
         self._pending.clear()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if exc_type is not None:
+            self.part()
 
     def part(self) -> Bound:
         """Give away what is bound, and hold nothing more: the graph keeps the hooks of forward, and they keep this."""

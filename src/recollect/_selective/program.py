@@ -77,7 +77,7 @@ class Call:
         size: how many positional arguments it has.
         links: numbers of all its tensors, in order, those in lists and keywords included.
         is_recorded: whether replay can need it.
-        is_checked: whether its tensors must be those of the plan: all that are recorded, and most that view.
+        is_checked: whether its tensors must be those of the program: all that are recorded, and most that view.
         is_general: whether tensors are in lists or keywords.
         draws: whether it draws random numbers.
         needs_grad: for a call with saved tensors of its own inside: which of its tensors must require grad.
@@ -170,7 +170,7 @@ Source = int | View | Inner | Held
 """Where a saved tensor comes from: a number is the tensor itself."""
 
 
-class Plan:
+class Program:
     """How to make a region's saved tensors again.
 
     Attributes:
@@ -229,7 +229,7 @@ class Plan:
 
 
 class Bound:
-    """The tensors and values of one execution that follows a plan: what replay starts from.
+    """The tensors and values of one execution that follows a program: what replay starts from.
 
     Attributes:
         held: by number: kept values and tensors from outside; views of others have none.

@@ -1,0 +1,148 @@
+"""Objects among a region's arguments that its function may change: a cache of keys and values, a bag of states.
+
+Lists, dicts and registered containers are taken apart with the arguments and made anew for recomputation. Anything else
+with attributes is noted at entry: what it and the containers and objects in it hold. If forward has changed that, it is
+put back for the recomputation, whose own changes are thrown away. A tensor in it that was written into in place cannot
+be put back: that is an error, which names it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.errors import ChangedInputError
+
+_FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_CONTAINERS = (dict, list, set, deque)
+_MOST = 512  # parts of one object before it is left alone
+
+Contents = dict[Any, Any] | list[Any] | set[Any]
+
+
+def may_change(value: Any) -> bool:
+    """Whether a function may change this argument by its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, _FIXED)
+
+
+class ObjectState:
+    """The objects of one call: noted at entry, `settle`d at exit, put back around recomputation."""
+
+    __slots__ = ("_entries", "_tensors", "_written")
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._entries: list[tuple[Any, Contents]] = []
+        self._tensors: list[tuple[Tensor, int, str]] = []
+        self._written: str | None = None
+        for value in objects:
+            self._note(value)
+
+    def _note(self, root: Any) -> None:
+        seen: set[int] = set()
+        waiting: list[tuple[Any, str]] = [(root, type(root).__name__)]
+        while waiting and len(seen) < _MOST:
+            part, path = waiting.pop()
+            if isinstance(part, Tensor):
+                if not part.is_inference():
+                    self._tensors.append((part, part._version, path))  # noqa: SLF001
+                continue
+            if id(part) in seen or not (isinstance(part, _CONTAINERS) or may_change(part)):
+                continue
+            seen.add(id(part))
+            held = _contents_of(part)
+            self._entries.append((part, held))
+            named = held.items() if isinstance(held, dict) else enumerate(held)
+            is_attribute = not isinstance(part, _CONTAINERS)
+            waiting.extend((value, f"{path}.{key}" if is_attribute else f"{path}[{key!r}]") for key, value in named)
+
+    def settle(self) -> ObjectState | None:
+        """At exit: what the function has changed; None if nothing."""
+        self._written = next((path for t, version, path in self._tensors if t._version != version), None)  # noqa: SLF001
+        self._entries = [(part, held) for part, held in self._entries if not _is_same(_contents_of(part), held)]
+        self._tensors = []
+        if not self._entries and self._written is None:
+            return None
+        # Cut off from the graph, which may lead back here.
+        self._entries = [(part, _mapped(_cut, held)) for part, held in self._entries]
+        return self
+
+    def put(self, region: str) -> Callable[[], None]:
+        """Before recomputation: set all as forward found it; gives what puts it back.
+
+        Raises:
+            ChangedInputError: a tensor was written into, so that what forward found is lost.
+        """
+        if self._written is not None:
+            message = (
+                f"region '{region}': the function wrote into {self._written}, a tensor of an object among its "
+                "arguments, which recomputation would read as forward left it.\n"
+                "Give the region an object that it does not write into (of a cache of keys and values: none, by "
+                "use_cache=False in Transformers), or let it set a new tensor in place of writing."
+            )
+            raise ChangedInputError(message)
+        now = [(part, _contents_of(part)) for part, _ in self._entries]
+        _put(self._entries)
+        return lambda: _put(now)
+
+
+def _contents_of(part: Any) -> Contents:
+    """A copy of what an object or container holds, one level deep."""
+    if isinstance(part, dict):
+        return dict(part)
+    if isinstance(part, (list, deque)):
+        return list(part)
+    return set(part) if isinstance(part, set) else dict(vars(part))
+
+
+def _is_same(one: Contents, other: Contents) -> bool:
+    if isinstance(one, set) or isinstance(other, set):
+        return isinstance(one, set) and isinstance(other, set) and set(map(id, one)) == set(map(id, other))
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) != list(other):
+        return False
+    mine, theirs = (held.values() if isinstance(held, dict) else held for held in (one, other))
+    return len(one) == len(other) and all(a is b for a, b in zip(mine, theirs, strict=True))
+
+
+def _mapped(fn: Callable[[Any], Any], held: Contents) -> Contents:
+    if isinstance(held, dict):
+        return {key: fn(value) for key, value in held.items()}
+    return type(held)(map(fn, held))
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _put(entries: list[tuple[Any, Contents]]) -> None:
+    for part, held in entries:
+        table: Any = part if isinstance(part, _CONTAINERS) else vars(part)
+        table.clear()
+        (table.extend if isinstance(table, (list, deque)) else table.update)(held)
+
+
+def copy_collections(value: Any, depth: int = 4) -> Any:
+    """A collection with copies of the collections in it, tensors in it cut off from their graph; others as they are."""
+    if depth and isinstance(value, _CONTAINERS):
+        other = value.copy()
+        parts = [
+            copy_collections(_cut(part), depth - 1) for part in (value.values() if isinstance(value, dict) else value)
+        ]
+        other.clear()
+        if isinstance(other, dict):
+            other.update(zip(value, parts, strict=True))
+        else:
+            (other.update if isinstance(other, set) else other.extend)(parts)
+        return other
+    return value
+
+
+def is_collection(value: Any) -> bool:
+    """Whether user code may collect something in this value."""
+    return isinstance(value, _CONTAINERS)

@@ -1,0 +1,152 @@
+"""The default way of getting values back: run the function again, once per backward pass, until the last is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from recollect._core.authors import Role
+from recollect._core.pytree import Arguments
+from recollect._core.scope import mark_last
+from recollect._core.torch_private.ambient import function_mode_depth, quietly
+from recollect._core.torch_private.engine import pop_hooks, push_hooks
+from recollect._recompute.frame import Frame, Pack, Sides
+from recollect._recompute.handles import claim, find_live
+from recollect._recompute.hooks import StopRecomputation, same
+from recollect._recompute.oplog import OpLog
+
+if TYPE_CHECKING:
+    from recollect._recompute.match import Recorder
+
+
+__recollect_role__ = Role.REGION
+
+
+class Rerun:
+    """Runs the function again. Has no state of its own: one serves all frames."""
+
+    __slots__ = ()
+
+    def begin(self, frame: Frame, arguments: Arguments) -> tuple[Sides | None, Pack]:
+        """Nothing is around forward but what the region's options say."""
+        del arguments
+        make = frame.options.contexts
+        return (None if make is None else _checked_contexts(frame.name, make())), frame.pack()
+
+    def settle(self, frame: Frame) -> None:
+        """There is nothing to learn."""
+
+    def hook(self, frame: Frame, recorder: Recorder) -> Pack:
+        """The saved-tensor hook of a recomputation."""
+        del frame
+        return recorder.pack()
+
+    def refill(self, frame: Frame, *, is_last: bool) -> None:
+        """Run the function again and fill what is still asked for."""
+        live = find_live(frame.handles)
+        last = len(frame.handles) - 1
+        if live is not None:
+            while not live[last]:
+                last -= 1
+        self._run(frame, frame.values, live, last=last, stops_early=frame.stops_early or frame.is_open, is_last=is_last)
+
+    def read(self, frame: Frame, index: int) -> Tensor:
+        """Run the function again as far as to one saved tensor."""
+        found: dict[int, tuple[Tensor, int]] = {}
+        live = [number == index for number in range(len(frame.handles))]
+        self._run(frame, found, live, last=index, stops_early=True)
+        value, version = found[index]
+        if value._version != version:  # noqa: SLF001
+            frame.refuse_changed(value)
+        return value
+
+    def held(self, frame: Frame) -> list[tuple[str, Any]]:
+        """Nothing."""
+        del frame
+        return []
+
+    def _run(
+        self,
+        frame: Frame,
+        values: dict[int, tuple[Tensor, int]],
+        live: list[bool] | None,
+        *,
+        last: int,
+        stops_early: bool,
+        is_last: bool = False,
+    ) -> None:
+        """Run the function again up to saved tensor `last`.
+
+        Args:
+            frame: whose function.
+            values: filled, by index, with what it saves.
+            live: of which saved tensors; None for all.
+            last: the last one that is needed.
+            stops_early: whether to stop there.
+            is_last: whether no recomputation of the frame will follow.
+        """
+        assert frame.inputs is not None, "inputs go only when every value is there"
+        leaves = frame.inputs.materialise(frame.name)
+        recorder = frame.options.matcher.recorder(
+            frame, values, live, last=last, stops_early=stops_early, leaves=leaves
+        )
+        frame.around.rerun(_call, frame, leaves, self.hook(frame, recorder), recorder.log, is_last)
+        recorder.conclude()
+
+
+RERUN = Rerun()
+
+
+def log_again(frame: Frame, leaves: list[Any]) -> OpLog:
+    """Run the function once more only to log its operators, to the end or to its first error."""
+    log = OpLog(frame.name)
+
+    def pack(tensor: Tensor) -> Tensor:
+        log.note_saved(tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    with suppress(Exception):
+        frame.around.rerun(_call, frame, leaves, pack, log, False)  # noqa: FBT003
+    return log
+
+
+def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_last: bool) -> None:  # noqa: FBT001
+    """Call the function under these hooks; it may be stopped."""
+    inputs, fn, context = frame.inputs, frame.fn, frame.recompute_context
+    assert inputs is not None
+    assert fn is not None
+    hook = quietly(pack) if function_mode_depth() else pack
+    claim(hook, frame)
+    push_hooks(hook, same)
+    try:
+        if context is None and log is None:
+            inputs.call(fn, leaves)
+        else:
+            if is_last:
+                mark_last()
+            if log is not None:
+                context = log if context is None else _both(context, log)
+            assert context is not None
+            with context:
+                inputs.call(fn, leaves)
+    except StopRecomputation:
+        pass
+    finally:
+        pop_hooks()
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _checked_contexts(region: str, contexts: Any) -> Sides:
+    match contexts:
+        case (forward, again) if hasattr(forward, "__enter__") and hasattr(again, "__enter__"):
+            return forward, again
+    message = f"region '{region}': context_fn must give two context managers, not {contexts!r}"
+    raise TypeError(message)

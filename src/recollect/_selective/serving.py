@@ -1,0 +1,166 @@
+"""Keeps single operators at the least cost: in forward their results, which recomputation is given in their place.
+
+For what is plain: operators that neither draw nor write, called with grad mode on, in a region that stands alone and
+keeps nothing else. Only those operators are intercepted; everything else runs as if nobody looked on. `watch.py` does
+the same for whatever is not plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect._core.scope import current_run, is_last_recomputation
+from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth, quick_alias
+from recollect._core.torch_private.intercept import Interception
+from recollect._recompute.hooks import StopRecomputation
+from recollect._selective.shelf import Slipped
+
+Wanted = dict[Any, frozenset[int]]
+"""By operator: which of its calls are kept."""
+
+Kept = tuple[Any, list[int], int]
+"""A result, the versions of its tensors, and how many tensors the region had saved before."""
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class Serving:
+    """What one execution keeps; the context that its recomputations run under.
+
+    Args:
+        region: its name.
+        wanted: what to keep.
+        unneeded: calls that recomputation stops before; added to.
+        saved: grows with each tensor that forward saves.
+    """
+
+    __slots__ = ("_counts", "_driver", "_region", "_run", "_unneeded", "calls", "count_made", "forward", "is_off")
+
+    def __init__(self, region: str, wanted: Wanted, unneeded: set[Any], saved: Sequence[Any]) -> None:
+        self._region, self._unneeded = region, unneeded
+        self.calls: dict[tuple[Any, int], Kept] = {}
+        self.forward = _Forward(wanted, unneeded, saved, self.calls)
+        self.count_made: Callable[[], int] = int
+        self.is_off = False
+        self._driver: Interception | _Mode | None = None
+
+    def __enter__(self) -> None:
+        ops = self.forward.ops
+        if self.is_off or not ops:
+            return
+        self._counts = dict.fromkeys(ops, 0)
+        self._run = current_run()
+        self._driver = driver = (_Mode if dispatch_mode_depth() else Interception)(ops, self._meet)
+        driver.enter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        driver.leave()
+        if self.calls and is_last_recomputation() and (error is None or isinstance(error, StopRecomputation)):
+            self._unneeded.update(self.calls)  # it stopped before it came there: so it will the next time
+
+    def _meet(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give what was kept of this call, or run it."""
+        if not _is_grad_enabled() or current_run() is not self._run:
+            return op(*args, **kwargs)
+        number = self._counts[op]
+        self._counts[op] = number + 1
+        is_last = is_last_recomputation()
+        kept = self.calls.pop((op, number), None) if is_last else self.calls.get((op, number))
+        if kept is None:
+            return op(*args, **kwargs)
+        result, versions, position = kept
+        if position != self.count_made():
+            message = (
+                f"region '{self._region}': {op} was kept after {position} saved tensors in forward, and is met after "
+                f"{self.count_made()} in recomputation."
+            )
+            raise Slipped(message)
+        if versions != _versions(result):  # written into since: what it was is lost
+            return op(*args, **kwargs)
+        return result if is_last else _map(Tensor.detach, result)
+
+    def serve_nothing(self) -> None:
+        """What was kept does not fit: from now on everything runs again."""
+        self.is_off = True
+
+    def held(self) -> list[Tensor]:
+        """What is kept."""
+        return [tensor for result, _, _ in self.calls.values() for tensor in _tensors(result)]
+
+
+class _Forward:
+    """The context that forward runs under. The frame's hooks do not lead here: it goes when forward is over."""
+
+    __slots__ = ("_calls", "_counts", "_driver", "_run", "_saved", "_unneeded", "_wanted", "ops")
+
+    def __init__(self, wanted: Wanted, unneeded: set[Any], saved: Sequence[Any], calls: dict[Any, Kept]) -> None:
+        self._wanted, self._unneeded, self._saved, self._calls = wanted, unneeded, saved, calls
+        self.ops = frozenset(wanted)
+        self._counts = dict.fromkeys(wanted, 0)
+        self._run = current_run()
+        self._driver = Interception(self.ops, self._meet)
+
+    def __enter__(self) -> None:
+        self._driver.enter()
+
+    def __exit__(self, *error: object) -> None:
+        self._driver.leave()
+        del self._driver  # it leads back here
+
+    def count_wanted(self) -> int:
+        """How many calls were met that are to be kept."""
+        return sum(number in wanted for op, wanted in self._wanted.items() for number in range(self._counts[op]))
+
+    def _meet(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator, and keep its result if it is wanted."""
+        result = op(*args, **kwargs)
+        if not _is_grad_enabled() or current_run() is not self._run:
+            return result
+        number = self._counts[op]
+        self._counts[op] = number + 1
+        if number in self._wanted[op] and (op, number) not in self._unneeded:
+            kept = _map(quick_alias, result)
+            self._calls[op, number] = (kept, _versions(kept), len(self._saved))
+        return result
+
+
+class _Mode(DispatchMode):
+    """In place of an interception where somebody's dispatch mode is on, which must not see what is served."""
+
+    def __init__(self, ops: frozenset[Any], meet: Callable[..., Any]) -> None:
+        super().__init__()
+        self._ops, self._meet = ops, meet
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass on what is looked for."""
+        return self._meet(func, args, kwargs) if func in self._ops else func(*args, **kwargs)
+
+    def enter(self) -> None:
+        """Switch it on."""
+        self.__enter__()
+
+    def leave(self) -> None:
+        """Switch it off."""
+        self.__exit__(None, None, None)
+
+
+def _map(fn: Callable[[Tensor], Tensor], result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)([fn(part) if isinstance(part, Tensor) else part for part in result])
+    return fn(result) if isinstance(result, Tensor) else result
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _versions(result: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(result)]  # noqa: SLF001

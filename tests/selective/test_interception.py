@@ -1,0 +1,143 @@
+"""Kept operators are intercepted alone: ordinary code is quick, sizes are free, and who looks on changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import recollect
+from recollect import Decision, Site, policies
+from recollect._core.torch_private.intercept import Interception
+from recollect._selective.notes import notes_of
+
+MM = torch.ops.aten.mm.default
+
+
+class Ordinary(nn.Module):
+    """What most training code does: batch norm, writes in place, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(self.norm(self.up(x)).relu_()))
+
+
+def gradients(call: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return list(torch.autograd.grad(call(x).square().sum(), [*module.parameters()]))
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def pair() -> tuple[Ordinary, Ordinary]:
+    torch.manual_seed(0)
+    plain, ours = Ordinary(), Ordinary()
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def test_ordinary_code_is_exact_and_runs_no_kept_product_again(pair: tuple[Ordinary, Ordinary]) -> None:
+    plain, ours = pair
+    region = recollect.checkpoint(ours, policy=policies.save_matmuls)
+    for step in range(4):
+        x = torch.randn(5, 8)
+        assert_same(gradients(plain, plain, x, step), gradients(region, ours, x, step))
+        assert torch.equal(plain.norm.running_mean, ours.norm.running_mean)  # type: ignore[arg-type]
+    (call,) = recollect.explain(region).regions[0].calls
+    assert call.way.startswith("by running the function again without the operators that are kept; it is not replayed")
+
+
+def flops_of(step: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("around", ["step", "backward"])
+def test_a_flop_counter_sees_what_runs_and_breaks_nothing(pair: tuple[Ordinary, Ordinary], around: str) -> None:
+    plain, ours = pair
+    region = recollect.checkpoint(ours, policy=policies.save_matmuls)
+    x = torch.randn(5, 8, requires_grad=True)
+    for _ in range(3):
+        gradients(region, ours, x)
+    if around == "step":
+        expected = flops_of(lambda: plain(x).sum().backward())
+        assert [flops_of(lambda: region(x).sum().backward()) for _ in range(4)] == [expected] * 4
+    else:
+        y, z = plain(x).sum(), region(x).sum()
+        assert flops_of(z.backward) == flops_of(y.backward)
+    (notes,) = notes_of(ours)
+    assert all(ledger.is_learned and ledger.breaks == 0 for ledger in notes.all_ledgers())
+
+
+def test_a_replayed_region_is_replayed_again_after_a_counter_looked_on() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    region = recollect.checkpoint(module, policy=policies.save_matmuls)
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(3):
+        region(x).sum().backward()
+    expected = flops_of(lambda: module(x).sum().backward())
+    assert [flops_of(lambda: region(x).sum().backward()) for _ in range(5)] == [expected] * 5
+    (call,) = recollect.explain(region).regions[0].calls
+    assert call.way == "by replaying what backward asks for"
+
+
+def test_from_the_third_size_on_nothing_is_learned_and_nothing_grows(pair: tuple[Ordinary, Ordinary]) -> None:
+    plain, ours = pair
+    region = recollect.checkpoint(ours, policy=policies.save_matmuls)
+    for size in range(2, 30):
+        x = torch.randn(size, 8)
+        assert_same(gradients(plain, plain, x, size), gradients(region, ours, x, size))
+    (notes,) = notes_of(ours)
+    assert len(notes.all_ledgers()) == 3
+
+
+def test_a_policy_that_goes_by_sizes_is_asked_at_each_size() -> None:
+    asked: list[int] = []
+
+    def keep_large(site: Site) -> Decision:
+        asked.append(site.bytes)
+        return Decision.SAVE if site.bytes >= 512 else Decision.RECOMPUTE
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    region = recollect.checkpoint(module, policy=keep_large)
+    for size in (2, 4, 8, 32, 3, 64):
+        x = torch.randn(size, 8, requires_grad=True)
+        region(x).sum().backward()
+    for size, runs in ((32, 0), (4, 2)):
+        x = torch.randn(size, 8, requires_grad=True)
+        y = region(x).sum()
+        again = flops_of(y.backward) - flops_of(module(x).sum().backward)
+        assert again == runs * 2 * size * 8 * 8
+
+
+@pytest.fixture
+def met() -> Iterator[list[Any]]:
+    found: list[Any] = []
+
+    def meet(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found.append(op)
+        return op(*args, **kwargs)
+
+    interception = Interception(frozenset({MM}), meet)
+    interception.enter()
+    yield found
+    interception.leave()
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    assert MM not in found[1:], "left, it meets nothing"
+
+
+def test_an_interception_meets_the_operators_that_were_chosen_and_no_others(met: list[Any]) -> None:
+    (torch.ones(2, 2) @ torch.ones(2, 2)).sin()
+    assert met == [MM]
