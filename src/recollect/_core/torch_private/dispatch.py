@@ -22,7 +22,11 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
-    *("DispatchMode", "alias_with_version", "dispatch_mode_depth", "is_watched", "quick_alias"),
+    "DispatchMode",
+    "alias_with_version",
+    "dispatch_mode_depth",
+    "is_watched",
+    "quick_alias",
     "without_dispatch_modes",
 ]
 
