@@ -696,6 +696,8 @@ def test_compat_names_the_same_checkpoint_error() -> None:
 
 def test_a_mismatch_names_objects_that_the_function_may_have_changed() -> None:
     class Cache:
+        __slots__ = ("keys",)
+
         def __init__(self) -> None:
             self.keys: list[Tensor] = []
 

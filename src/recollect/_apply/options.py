@@ -11,6 +11,7 @@ from typing import Any
 from torch import distributed
 
 from recollect._core.patterns import nearest, quote_all
+from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy, PolicyLike, as_policy
 from recollect._policy.presets import ReadyMade, Tally, selective
@@ -167,7 +168,7 @@ class DefaultRegion(Region):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a region."""
         if not has_peers() or transforms_active():
-            return super().run(args, kwargs)
+            return Region.run(self, args, kwargs)  # not by `super()`: this runs at every call
         try:
             shared = self._shared
         except AttributeError:
@@ -177,4 +178,4 @@ class DefaultRegion(Region):
 
 def has_peers() -> bool:
     """Whether other processes take part in this one's training. Costs 0.3 µs alone."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return bool(process_groups()) and distributed.is_initialized() and distributed.get_world_size() > 1

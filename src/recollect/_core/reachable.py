@@ -11,7 +11,6 @@ import dis
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -118,8 +117,10 @@ def _parts_of_function(function: FunctionType) -> list[Any]:
     parts: list[Any] = []
     if function.__closure__:
         for cell in function.__closure__:
-            with suppress(ValueError):  # a cell not filled yet
+            try:  # not `suppress`: this runs at every call of a region
                 parts.append(cell.cell_contents)
+            except ValueError:
+                continue
     if function.__defaults__:
         parts.extend(function.__defaults__)
     if function.__kwdefaults__:
@@ -127,7 +128,7 @@ def _parts_of_function(function: FunctionType) -> list[Any]:
     if function.__dict__:
         parts.extend(function.__dict__.values())
     known = function.__globals__
-    parts.extend(known[name] for name in _globals_of(function.__code__) if name in known)
+    parts += [known[name] for name in _globals_of(function.__code__) if name in known]
     return parts
 
 

@@ -47,7 +47,7 @@ from recollect._core.torch_private.nodes import node_runs_in_part
 from recollect._core.torch_private.pytree import is_container, tree_leaves
 from recollect._recompute.contexts import Contexts
 from recollect._recompute.group import Sharing, current_sharing
-from recollect._recompute.handles import FIRST, Handed, claim, is_live
+from recollect._recompute.handles import FIRST, Handed, is_live
 from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.module_state import Memory
@@ -158,7 +158,7 @@ class Frame:
                 pack = quietly(self._prepare(args, kwargs))
         else:
             pack = self._prepare(args, kwargs)
-        claim(pack, self)
+        pack.frame = self  # type: ignore[attr-defined]
         push_hooks(pack, self.unpack)
         if self.contexts is not None:
             contexts, self.contexts, self.entered = self.contexts, None, Contexts()
@@ -441,8 +441,9 @@ class Frame:
         self.is_home = get_ident() == self.thread
         self.keeps_graph = group is not None or pass_keeps_graph()
         self.is_differentiated = self.is_differentiated or torch.is_grad_enabled()
+        is_last = self._is_last()
         try:
-            self.way.refill(self, is_last=self._is_last())
+            self.way.refill(self, is_last=is_last)
         except BaseException:
             self._empty()  # else the next pass would take what a failed recomputation made
             raise
@@ -451,8 +452,8 @@ class Frame:
             # The frame outlives its nodes' runs: each value must be handed over, see `fetch`.
             self.kept.update(self.values)
             self.values.clear()
-        else:
-            self._release_if_last()
+        elif is_last:
+            self._release()
         if group is not None:
             group.filled(self)
         elif self.inputs is not None:
@@ -479,12 +480,13 @@ class Frame:
         return self.outputs == 1 or (seen == self.outputs and seen_in == current_pass())
 
     def _release_if_last(self) -> None:
-        """Let the inputs go if this pass has recomputed and no other will.
-
-        A value that the pass does not reach after all (of a tensor leaked from the region) stays.
-        """
+        """Let the inputs go if this pass has recomputed and no other will."""
         if self.filled_by is not None and self._is_last():
-            self.inputs = self.fn = self.recompute_context = None
+            self._release()
+
+    def _release(self) -> None:
+        """Let the inputs go. A value that the pass does not reach after all (of a tensor that leaked out) stays."""
+        self.inputs = self.fn = self.recompute_context = None
 
     def expire(self) -> None:
         """The pass is over: values that nobody asked for go, unless the inputs are gone already."""

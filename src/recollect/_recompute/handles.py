@@ -35,16 +35,21 @@ def find_live(handles: list[int]) -> list[bool] | None:
 
 def is_live(handles: list[int], index: int) -> bool:
     """Whether somebody still has this handle."""
-    return next(map(getrefcount, handles[index : index + 1])) > _FORGOTTEN + 1  # the slice holds it as well
+    return getrefcount(handles[index]) > _ALONE
 
 
-def claim(pack: Callable[[Tensor], Any], frame: Frame) -> None:
-    """Say whose saved-tensor hook this is, for regions inside to see."""
-    pack.frame = frame  # type: ignore[attr-defined]
+def _count_alone(things: list[Any]) -> int:
+    return getrefcount(things[0])
+
+
+_ALONE = _count_alone([object()])
 
 
 def frame_of(pack: Callable[[Tensor], Any]) -> Frame | None:
-    """The frame whose pack hook this is, in forward or in recomputation; None if it is somebody else's."""
+    """The frame whose pack hook this is, in forward or in recomputation; None if it is somebody else's.
+
+    Whoever puts a hook of a frame in force sets its attribute `frame`, for regions inside to see.
+    """
     frame: Frame | None = getattr(pack, "frame", None)
     return frame
 

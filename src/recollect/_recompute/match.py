@@ -18,7 +18,7 @@ from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.recompiles import hints_about_compiled_code
 from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._recompute.hooks import Meta, StopRecomputation, observe, quick_meta, read_meta
-from recollect._recompute.objects import may_change
+from recollect._recompute.objects import is_object
 from recollect._recompute.oplog import OpLog, compare_logs
 from recollect._recompute.rerun import log_again
 from recollect._recompute.values import Evidence, ValueCheck
@@ -266,7 +266,7 @@ class Recorder:
 
 def _describe_objects(leaves: list[Any]) -> list[str]:
     """A line about arguments that a run may change, if there are any: both runs were given the same object."""
-    kinds = dict.fromkeys(type(leaf) for leaf in leaves if may_change(leaf))
+    kinds = dict.fromkeys(type(leaf) for leaf in leaves if is_object(leaf))
     if not kinds:
         return []
     names = list_some([kind.__name__ for kind in kinds])

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from recollect._core.errors import ChangedInputError
 
 _FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-_CONTAINERS = (dict, list, set, deque)
+COLLECTIONS = (dict, list, set, deque)
+"""What user code may collect something in."""
+_VALUES = (type(None), bool, int, float, complex, str, bytes, slice, range)
 _MOST = 512  # parts of one object before it is left alone
 
 Contents = dict[Any, Any] | list[Any] | set[Any]
@@ -28,6 +30,11 @@ Contents = dict[Any, Any] | list[Any] | set[Any]
 def may_change(value: Any) -> bool:
     """Whether a function may change this argument by its attributes."""
     return hasattr(value, "__dict__") and not isinstance(value, _FIXED)
+
+
+def is_object(value: Any) -> bool:
+    """Whether this argument is something of its own, which a function may change in ways that are not seen here."""
+    return not isinstance(value, (*_FIXED, *_VALUES)) and type(value).__module__ != "torch"
 
 
 class ObjectState:
@@ -51,13 +58,13 @@ class ObjectState:
                 if not part.is_inference():
                     self._tensors.append((part, part._version, path))  # noqa: SLF001
                 continue
-            if id(part) in seen or not (isinstance(part, _CONTAINERS) or may_change(part)):
+            if id(part) in seen or not (isinstance(part, COLLECTIONS) or may_change(part)):
                 continue
             seen.add(id(part))
             held = _contents_of(part)
             self._entries.append((part, held))
             named = held.items() if isinstance(held, dict) else enumerate(held)
-            is_attribute = not isinstance(part, _CONTAINERS)
+            is_attribute = not isinstance(part, COLLECTIONS)
             waiting.extend((value, f"{path}.{key}" if is_attribute else f"{path}[{key!r}]") for key, value in named)
 
     def settle(self) -> ObjectState | None:
@@ -122,14 +129,14 @@ def _cut(value: Any) -> Any:
 
 def _put(entries: list[tuple[Any, Contents]]) -> None:
     for part, held in entries:
-        table: Any = part if isinstance(part, _CONTAINERS) else vars(part)
+        table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
         table.clear()
         (table.extend if isinstance(table, (list, deque)) else table.update)(held)
 
 
 def copy_collections(value: Any, depth: int = 4) -> Any:
     """A collection with copies of the collections in it, tensors in it cut off from their graph; others as they are."""
-    if depth and isinstance(value, _CONTAINERS):
+    if depth and isinstance(value, COLLECTIONS):
         other = value.copy()
         parts = [
             copy_collections(_cut(part), depth - 1) for part in (value.values() if isinstance(value, dict) else value)
@@ -141,8 +148,3 @@ def copy_collections(value: Any, depth: int = 4) -> Any:
             (other.update if isinstance(other, set) else other.extend)(parts)
         return other
     return value
-
-
-def is_collection(value: Any) -> bool:
-    """Whether user code may collect something in this value."""
-    return isinstance(value, _CONTAINERS)

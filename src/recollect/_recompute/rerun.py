@@ -14,7 +14,7 @@ from recollect._core.scope import mark_last
 from recollect._core.torch_private.ambient import function_mode_depth, quietly
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._recompute.frame import Frame, Pack, Sides
-from recollect._recompute.handles import claim, find_live
+from recollect._recompute.handles import find_live
 from recollect._recompute.hooks import StopRecomputation, same
 from recollect._recompute.oplog import OpLog
 
@@ -119,7 +119,7 @@ def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_las
     assert inputs is not None
     assert fn is not None
     hook = quietly(pack) if function_mode_depth() else pack
-    claim(hook, frame)
+    hook.frame = frame  # type: ignore[attr-defined]
     push_hooks(hook, same)
     try:
         if context is None and log is None:

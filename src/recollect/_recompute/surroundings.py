@@ -19,28 +19,35 @@ from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
 from recollect._recompute.module_state import Memory, ModuleState
-from recollect._recompute.objects import ObjectState, copy_collections, is_collection, may_change
+from recollect._recompute.objects import COLLECTIONS, ObjectState, copy_collections, may_change
 from recollect._recompute.rng import RngState, Source, put_back
 
 T = TypeVar("T")
 
 
-def _copy_context(context: contextvars.Context) -> contextvars.Context:
-    """This context, with copies of the collections that its variables hold.
+def _collections_in(context: contextvars.Context) -> list[tuple[contextvars.ContextVar[Any], Any]]:
+    """The variables in which user code may collect something, and their values."""
+    return [pair for pair in context.items() if isinstance(pair[1], COLLECTIONS)]
+
+
+def _copy_collections(context: contextvars.Context, found: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+    """Let variables of a context hold copies of their collections.
 
     What user code collects in one of them (hooks that record outputs do) it must not collect twice, and what it
     collects while recomputing must not live longer than the recomputation.
     """
-    collections = [(variable, value) for variable, value in context.items() if is_collection(value)]
-    for variable, value in collections:
+    for variable, value in found:
         context.run(variable.set, copy_collections(value))
-    return context
 
 
 class Surroundings:
-    """What was around one execution of a region: made at entry, `settle`d at exit."""
+    """What was around one execution of a region: made at entry, `settle`d at exit.
 
-    __slots__ = ("_ambient", "_context", "_objects", "_rng", "modules", "region")
+    Attributes:
+        is_captured: whether forward must run under something, because a CUDA graph is being captured.
+    """
+
+    __slots__ = ("_ambient", "_collects", "_context", "_objects", "_rng", "is_captured", "modules", "region")
 
     def __init__(
         self,
@@ -55,9 +62,14 @@ class Surroundings:
         self.region = region
         self._ambient = Ambient()
         self._rng = RngState(preserve, arguments) if preserve else None
+        self.is_captured = self._rng is not None and self._rng.around_forward is not None
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
-        self._context = _copy_context(contextvars.copy_context())
+        context = self._context = contextvars.copy_context()
+        found = _collections_in(context)
+        self._collects = bool(found)
+        if found:
+            _copy_collections(context, found)
         changing = [item for item in arguments.objects if may_change(item)] if arguments.objects else None
         self._objects = ObjectState(changing) if changing else None
 
@@ -65,11 +77,6 @@ class Surroundings:
         """What forward must run under: nothing, except while a CUDA graph is being captured."""
         make = None if self._rng is None else self._rng.around_forward
         return nullcontext() if make is None else make(self.region)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether forward must run under something."""
-        return self._rng is not None and self._rng.around_forward is not None
 
     @property
     def draws(self) -> bool:
@@ -104,7 +111,10 @@ class Surroundings:
         Raises:
             ChangedInputError: it reads a parameter or buffer that was changed in place since.
         """
-        return _copy_context(self._context.copy()).run(self._rerun, body, args)
+        context = self._context.copy()
+        if self._collects:
+            _copy_collections(context, _collections_in(context))
+        return context.run(self._rerun, body, args)
 
     def _rerun(self, body: Callable[..., T], args: tuple[Any, ...]) -> T:
         mark_recomputing()

@@ -52,6 +52,7 @@ class Line:
         bytes: of its results.
         matched: how often the decision was carried out.
         number: the operator, whether grad mode was on, and which call of it; None for a block.
+        draws: it has drawn random numbers.
         is_routing: its result chooses, or follows a choice.
         is_written: the function writes into the result afterwards, so that only a copy can be kept.
         is_impure: a block writes into what others may read, so that it must run again.
@@ -68,6 +69,7 @@ class Line:
     bytes: int = 0
     matched: int = 0
     number: tuple[Any, bool, int] | None = None
+    draws: bool = False
     is_routing: bool = False
     is_written: bool = False
     is_impure: bool = False
@@ -269,7 +271,7 @@ def _plain_calls(lines: list[Line]) -> dict[Any, frozenset[int]] | None:
     for line in lines:
         operator = operator_of(line.key)
         func, is_tracked, call = line.number or (None, False, 0)
-        is_plain = not (operator.is_random or operator.writes or operator.hides_writes or line.is_written)
+        is_plain = not (line.draws or operator.writes or operator.hides_writes or line.is_written)
         if not is_plain or not is_tracked or func is TO_COPY:
             return None
         found.setdefault(func, set()).add(call)

@@ -214,7 +214,7 @@ class ForwardWatch(_Watch):
         self._storages: dict[int, ref[Any]] | None = {} if tracks_memory else None
         self._makers: list[_Made] | None = [] if notes_makers else None
 
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: C901, PLR0912
         """Run the operator and keep its result if it is to be kept."""
         operator = operator_of(func)
         if current_pass() != self._pass:
@@ -241,6 +241,8 @@ class ForwardWatch(_Watch):
             made = _Made((func, torch.is_grad_enabled(), call), operator, answer, inputs or metas_of(args, kwargs))
             if before:
                 made.states = moved_states(before, self._states(args, kwargs))
+            if isinstance(answer, Line):
+                answer.draws = answer.draws or made.states is not None or before is None
             if answer.is_kept:
                 if before is None:
                     refuse_capture(self._shelf.region, operator.name)

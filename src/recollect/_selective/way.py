@@ -218,6 +218,9 @@ class SelectiveWay(Rerun):
             ledger.has_backward = ledger.has_backward or watch.saw_backward
             ledger.gathers = ledger.gathers or watch.saw_gather
         draws = frame.around.draws
+        if self._serving is not None and draws and not ledger.draws:
+            self._serving.serve_nothing()  # something draws that drew nothing before, perhaps one that was kept
+            ledger.is_stale = True
         if self._again is not None:
             # Without knowing where the generators stood after each block, a region that draws must run them all again.
             self._again.knows_states = (ledger.draws is not False or not draws) and not ledger.has_backward
@@ -228,13 +231,23 @@ class SelectiveWay(Rerun):
         elif clerk is None:
             self._note_unwatched(watch, is_as_learned=is_as_learned)
         elif clerk.has_asked or not ledger.is_learned:
-            sees_all = self._notes.sees_names or clerk.saw_compiled or (watch is not None and watch.saw_wrappers)
-            ledger.learn(saved=len(frame.handles), kept=self._count_kept(), sees_all=sees_all)
+            ledger.learn(
+                saved=len(frame.handles), kept=self._count_kept(), sees_all=self._must_see_all(frame, clerk, watch)
+            )
         if self._tape is not None:
             self._settle_tape(frame, self._tape)
         if frame.way is not self:
             frame.recompute_context = None  # all that is kept is bound
         self._clerk = self._again = self._serving = None
+
+    def _must_see_all(self, frame: Frame, clerk: Clerk, watch: ForwardWatch | None) -> bool:
+        """Whether it is not enough to intercept what is kept.
+
+        Values are kept by name, or tensors wrap others; compiled code would be compiled anew; a region inside, under a
+        policy of its own, must see an operator before this one serves it.
+        """
+        saw_wrappers = watch is not None and watch.saw_wrappers
+        return self._notes.sees_names or clerk.saw_compiled or saw_wrappers or bool(getattr(frame, "nested", None))
 
     def _note_unwatched(self, watch: ForwardWatch | None, *, is_as_learned: bool) -> None:
         """A call that was not learned from."""

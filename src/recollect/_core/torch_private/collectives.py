@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-__all__ = ["MODULE_CALLS", "answer", "count_collectives", "wait_for", "works_in", "written_by_collective"]
+__all__ = [
+    "MODULE_CALLS",
+    "answer",
+    "count_collectives",
+    "process_groups",
+    "wait_for",
+    "works_in",
+    "written_by_collective",
+]
 
 _WRITTEN = {
     "c10d": ("output_tensors", "output_tensor", "output_lists", "outputs", "output"),
@@ -107,6 +115,12 @@ def wait_for(works: list[Any], tensors: list[Tensor]) -> None:
         torch.ops._c10d_functional.wait_tensor(tensor)
 
 
+def process_groups() -> Any:
+    """The process groups that there are now; empty where there are none."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return () if c10d is None else c10d._world.pg_map
+
+
 def count_collectives() -> int:
     """How many collectives and messages this process took part in, over the process groups that there are now.
 
@@ -115,8 +129,7 @@ def count_collectives() -> int:
     >>> count_collectives()
     0
     """
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    groups = () if c10d is None else c10d._world.pg_map
+    groups = process_groups()
     if not groups:
         return 0
     try:

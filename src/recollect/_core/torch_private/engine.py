@@ -56,9 +56,12 @@ def sequence_of(node: Any) -> int:
     return number
 
 
+_is_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+
+
 def pass_is_partial() -> bool:
     """Whether the running pass was asked for certain inputs only (`torch.autograd.grad`, ``inputs=``)."""
-    return not torch.autograd._is_checkpoint_valid()
+    return not _is_whole()
 
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
