@@ -112,7 +112,8 @@ def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
-    if (function.__module__ or "").startswith(_NOT_SEARCHED):
+    # By where it is written: a wrapper bears the module of what it wraps, which its attributes lead to.
+    if (function.__globals__.get("__name__") or "").startswith(_NOT_SEARCHED):
         return list(function.__dict__.values()) if function.__dict__ else []
     parts: list[Any] = []
     if function.__closure__:
