@@ -25,7 +25,8 @@ class Cache:
     def update(self, item: Tensor) -> Tensor:
         self.items.append(item)
         self.by_name["count"] += 1
-        return torch.stack(self.items).sum(0) * self.by_name["count"]
+        count: int = self.by_name["count"]
+        return torch.stack(self.items).sum(0) * count
 
 
 def grow(x: Tensor, cache: Cache) -> Tensor:
