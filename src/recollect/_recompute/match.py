@@ -239,7 +239,14 @@ class Recorder:
         if self.log is not None and frame.log is not None:
             parts.append(compare_logs(frame.log, self.log))
         else:
-            parts.extend((_WHY, *_describe_objects(self._leaves), *hints_about_compiled_code(), _HOW))
+            parts.extend(
+                (
+                    _WHY,
+                    *_describe_objects(self._leaves),
+                    *(hints_about_compiled_code() if log.saw_compiled else ()),
+                    _HOW,
+                )
+            )
         raise MismatchError("\n".join(parts))
 
     def _compare_values(self) -> None:

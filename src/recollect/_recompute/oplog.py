@@ -94,6 +94,11 @@ class OpLog(DispatchMode):
             self._unplaced.append((len(self.saved), tensor))
             self.saved.append((len(self.entries), "saved before"))
 
+    @property
+    def saw_compiled(self) -> bool:
+        """Whether an operator ran inside a function compiled by torch.compile."""
+        return self._places.saw_compiled
+
     def locate(self, index: int) -> str:
         """Say where saved tensor `index` is made: ``input of aten.mul in layers.3.mlp, model.py:41``."""
         if index >= len(self.saved) or not self.entries:

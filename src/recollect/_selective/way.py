@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 _MOST_BREAKS = 3
 _CALLS_UNTIL_RETRY = 64
+# What an accelerator does in a second, and what a call of torch costs the host in forward and again in a replay.
+_FLOPS_PER_S, _BYTES_PER_S, _READS_AND_WRITES, _HOST_S_PER_CALL = 4e14, 3e12, 3, 2e-5
 
 __recollect_role__ = Role.REGION
 
@@ -307,6 +309,8 @@ class SelectiveWay(Rerun):
             tape.broken("no single operator is kept")
         if not ledger.may_tape:
             tape.broken("it calls compiled code, which would run uncompiled under a tape")
+        if tape.why_broken is None and self._is_bound_by_host(tape):
+            tape.broken("its operators are too small: to run it again without what is kept takes less time")
         if tape.why_broken is None:
             assert self._clerk is not None
             sorts = self._clerk.sort_calls(tape, draws=frame.around.draws)
@@ -320,6 +324,20 @@ class SelectiveWay(Rerun):
             frame.held = None
         tape.forget()
         self._tape = None
+
+    def _is_bound_by_host(self, tape: Tape) -> bool:
+        """Whether an accelerator would wait for the host, which a replay keeps busier than running again does.
+
+        By a roofline of today's accelerators and what a call of torch costs the host; both are rough, and a factor of
+        two either way decides about a few percent of the step.
+        """
+        ledger = self._ledger
+        if ledger.ops is None or not tape.saved or tape.saved[0][0].device.type in ("cpu", "meta"):
+            return False
+        flops = sum(line.sites[0].flops for line in ledger.lines if line.sites)
+        moved_bytes = _READS_AND_WRITES * sum(line.bytes for line in ledger.lines)
+        device_s = flops / _FLOPS_PER_S + moved_bytes / _BYTES_PER_S
+        return device_s < _HOST_S_PER_CALL * len(tape.entries)
 
     def _settle_take(self, frame: Frame, take: Take) -> bool:
         """Whether the program was followed."""
