@@ -34,7 +34,6 @@ class Fitted:
     Attributes:
         plan: what it runs under, with the measured figures in its forecast.
         tries: how many plans were run until one was within the budget.
-        is_removed: whether it was undone.
     """
 
     def __init__(self, applied: Applied, plan: Plan, tries: int) -> None:

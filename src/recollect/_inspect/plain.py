@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from recollect._profile.attribution import Plain
 from recollect._profile.snapshot import tensors_of_optimizer
 
 _FEWEST, _MOST = 2, 8
 _SHORT_S = 0.25
-"""Steps are run until they have taken this long together, `_FEWEST` to `_MOST` of them."""
+"""Steps are run until they have taken this long together, `_FEWEST` to `_MOST` of them.
+
+Among several ranks it is always `_FEWEST`: steps wait for each other there, so all must run equally many.
+"""
 _NEW_STATES = 3  # what an optimizer without state makes for each parameter, and what it takes while it steps, at most
 
 
@@ -79,7 +82,8 @@ def time_plainly(
     optimizers = _Apart(apart, wait, peak_bytes, device)
     bodies: list[Plain] = []
     spent_s = 0.0
-    while len(bodies) < _FEWEST or (spent_s < _SHORT_S and len(bodies) < _MOST):
+    most = _FEWEST if _has_peers() else _MOST
+    while len(bodies) < _FEWEST or (spent_s < _SHORT_S and len(bodies) < most):
         rewind()
         watch = _Stopwatch(wait)
         with optimizers.around(watch):
@@ -96,6 +100,11 @@ def time_plainly(
         host_s=choose([one.host_s for one in bodies]),
     )
     return PlainTimes(body=body, optimizer=optimizers.timed, is_apart=bool(apart))
+
+
+def _has_peers() -> bool:
+    """Whether this process trains together with others."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _waits_for(device: torch.device) -> Callable[[], None]:

@@ -87,7 +87,8 @@ def judge_allocator(entry: AllocatorEntry) -> str:
     >>> gpu = AllocatorEntry(device="cuda:0", peak_bytes=2**30, reserved_bytes=2**31, total_bytes=2**33)
     >>> print(judge_allocator(gpu))
     cuda:0: tensors take at most 1.00 GiB, the allocator holds 2.00 GiB of 8.00 GiB. The 1.00 GiB between (50%) is
-    fragmentation and cache, not need: set PYTORCH_ALLOC_CONF=expandable_segments:True, or use fewer different shapes.
+    fragmentation and cache, not tensors: set PYTORCH_ALLOC_CONF=expandable_segments:True, or use fewer different
+    shapes.
     """
     unused = max(0, entry.reserved_bytes - entry.peak_bytes)
     share = format_share(unused, entry.reserved_bytes)
