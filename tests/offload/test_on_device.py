@@ -1,7 +1,6 @@
 """Offloading on a real device: gradients, memory, streams, and what the host does not wait for."""
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 import recollect
 from recollect._offload.offload import Offload
 from recollect._offload.streams import DeviceClock
+from tests.waiting import refusing_to_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -147,13 +147,8 @@ def test_in_the_steady_state_nothing_is_pinned_and_the_host_does_not_wait(
         raise AssertionError("the host waited")
 
     monkeypatch.setattr(DeviceClock, "wait", wait)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_to_wait():
         gradients(model, x, away)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_values_of_the_users_own_streams_are_right(device: torch.device) -> None:

@@ -1,8 +1,7 @@
 """Regions under CUDA-graph capture: right without random numbers, with them through `graph_rng`, else refused."""
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional
 
 import recollect
 from recollect._recompute.graph_rng import _draws
+from tests.waiting import refusing_to_wait
 
 aten = torch.ops.aten
 
@@ -148,18 +148,6 @@ def test_graph_rng_says_when_it_has_too_few_regions() -> None:
     step = warmed_up(Step(0.5))
     with pytest.raises(recollect.CaptureError, match=r"graph_rng\(regions=1\)"):
         captured(step, regions=1)
-
-
-@contextmanager
-def refusing_to_wait() -> Iterator[None]:
-    """An error for every wait on the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

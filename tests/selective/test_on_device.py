@@ -73,11 +73,8 @@ def test_learned_calls_do_not_wait_for_the_device() -> None:
         region = recollect.checkpoint(block, policy=policy)
         for _ in range(2):
             region(x).sum().backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with refusing_to_wait():
             region(x).sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
@@ -138,7 +135,8 @@ def test_a_step_under_a_policy_can_be_captured(policy: Any) -> None:
 def triton_functions() -> tuple[Any, type[torch.autograd.Function], list[str]]:
     """A Triton kernel as an operator and inside a custom Function, and the runs of the latter's forward."""
     pytest.importorskip("triton")
-    from tests.selective.kernels import twice
+    from tests.waiting import refusing_to_wait
+from tests.selective.kernels import twice
 
     runs: list[str] = []
 
