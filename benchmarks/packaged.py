@@ -303,8 +303,26 @@ def prepare(model: nn.Module, contender: str) -> Any:
     return model
 
 
-def train(packaged: Packaged, model: Any, inputs: dict[str, Tensor]) -> None:
-    """One step, into gradients that are there already."""
+def backward(packaged: Packaged, model: Any, inputs: dict[str, Tensor]) -> None:
+    """Forward and backward, into gradients that are there already."""
     output = model(**inputs)
     torch.autograd.backward(packaged.loss(output))
+
+
+def train(packaged: Packaged, model: Any, inputs: dict[str, Tensor]) -> None:
+    """One step."""
+    backward(packaged, model, inputs)
     model.zero_grad(set_to_none=False)
+
+
+def gradients(model: nn.Module, run: Callable[[], None]) -> list[Tensor]:
+    """What a run adds to the gradients of a model, which are zero before and after; always with the same seed."""
+    torch.manual_seed(0)
+    run()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=False)
+    return found
+
+
+def largest_difference(left: list[Tensor], right: list[Tensor]) -> float:
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(left, right, strict=True))

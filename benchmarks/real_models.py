@@ -6,7 +6,9 @@
     python benchmarks/tables.py real.json docs/benchmarks.md                  # writes the table into the page
 
 All ways to train a model take turns in one process and share its parameters. Peaks are the allocator's, above
-parameters and gradients. `compiled` compiles the whole model each way, from an empty cache, and times that too.
+parameters and gradients. Before anything is timed, gradients are compared with those of the plain step: the largest
+difference stands in each row (kernels that add in any order differ from run to run too). `compiled` compiles the
+whole model each way, from an empty cache, and times that too.
 Needs `rich` and Transformers, for the U-Net diffusers; run it with `src` importable.
 """
 
@@ -35,6 +37,9 @@ from packaged import (
     Packaged,
     Size,
     available,
+    backward,
+    gradients,
+    largest_difference,
     prepare,
     train,
     ways_of,
@@ -73,6 +78,8 @@ def model_case(
     steps: dict[str, Step] = {}
     compile_s: dict[str, float] = {}
     failed: dict[str, str] = {}
+    expected: list[Tensor] = []
+    differences: dict[str, float] = {}
     for contender in ways:
         try:
             own = prepare(model, contender)
@@ -89,10 +96,17 @@ def model_case(
                 torch.accelerator.synchronize(setting.device)
             compile_s[contender] = time.perf_counter() - start
             step()
+            found = gradients(model, partial(backward, packaged, call, inputs))
+            if contender == PLAIN:  # the first
+                expected = found
+            if expected:
+                differences[contender] = largest_difference(found, expected)
+            del found
             steps[contender] = step
         except Exception as error:
             failed[contender] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
         gc.collect()
+    expected.clear()
     held = torch.accelerator.memory_allocated(setting.device) if setting.device.type != "cpu" else 0
     timings = setting.alternate(steps)
     base = {key: timings[key] for key in (PLAIN, SWITCH if SWITCH in timings else BY_HAND, OURS) if key in timings}
@@ -115,6 +129,7 @@ def model_case(
                 "best/full": own.best_s / base[OURS].best_s if OURS in base else None,
                 **({} if peak is None else {"peak_bytes": peak, "peak/switch": peak / rival_peak if rival_peak else 0}),
                 **({"compile_s": compile_s[contender]} if is_compiled else {}),
+                "gradient_difference": differences.get(contender),
             }
         )
     return case
