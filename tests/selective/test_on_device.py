@@ -12,6 +12,7 @@ from torch.utils import checkpoint as torchs
 
 import recollect
 from recollect import policies
+from tests.waiting import refusing_to_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -135,8 +136,7 @@ def test_a_step_under_a_policy_can_be_captured(policy: Any) -> None:
 def triton_functions() -> tuple[Any, type[torch.autograd.Function], list[str]]:
     """A Triton kernel as an operator and inside a custom Function, and the runs of the latter's forward."""
     pytest.importorskip("triton")
-    from tests.waiting import refusing_to_wait
-from tests.selective.kernels import twice
+    from tests.selective.kernels import twice
 
     runs: list[str] = []
 
