@@ -79,7 +79,7 @@ def model_case(
     compile_s: dict[str, float] = {}
     failed: dict[str, str] = {}
     expected: list[Tensor] = []
-    differences: dict[str, float] = {}
+    differences: dict[str, float | None] = {}
     for contender in ways:
         try:
             own = prepare(model, contender)
@@ -97,10 +97,7 @@ def model_case(
             compile_s[contender] = time.perf_counter() - start
             step()
             found = gradients(model, partial(backward, packaged, call, inputs))
-            if contender == PLAIN:  # the first
-                expected = found
-            if expected:
-                differences[contender] = largest_difference(found, expected)
+            differences[contender] = compared(contender, found, expected)
             del found
             steps[contender] = step
         except Exception as error:
@@ -129,10 +126,17 @@ def model_case(
                 "best/full": own.best_s / base[OURS].best_s if OURS in base else None,
                 **({} if peak is None else {"peak_bytes": peak, "peak/switch": peak / rival_peak if rival_peak else 0}),
                 **({"compile_s": compile_s[contender]} if is_compiled else {}),
-                "gradient_difference": differences.get(contender),
+                "gradient_difference": differences[contender],
             }
         )
     return case
+
+
+def compared(contender: str, found: list[Tensor], expected: list[Tensor]) -> float | None:
+    """How far gradients are from the plain step's, which comes first and fills `expected`; None if it failed."""
+    if contender == PLAIN:
+        expected.extend(found)
+    return largest_difference(found, expected) if expected else None
 
 
 def _said(size: Size) -> str:
