@@ -161,10 +161,10 @@ def test_a_list_keeps_its_operators() -> None:
         (
             [MM, aten.mm],
             ValueError,
-            "aten.mm stands for several operators; write the one that is meant: torch.ops.aten.mm.default, torch.ops.",
+            "aten.mm stands for several operators; write the one you mean: torch.ops.aten.mm.default, torch.ops.",
         ),
-        (["aten.mm"], ValueError, "'aten.mm' is no operator; write overloads such as torch.ops.aten.mm.default"),
-        ([2], ValueError, "2 is no operator; write overloads such as torch.ops.aten.mm.default"),
+        (["aten.mm"], ValueError, "'aten.mm' is not an operator; write an overload such as torch.ops.aten.mm.default"),
+        ([2], ValueError, "2 is not an operator; write an overload such as torch.ops.aten.mm.default"),
         (2, TypeError, "expected a list of operators or a policy function, not 2"),
         ((MM,), TypeError, f"expected a list of operators or a policy function, not {(MM,)!r}"),
     ],
@@ -311,7 +311,7 @@ def test_a_kept_value_that_is_written_into_is_an_error_that_names_both_places(fn
         f"by {writer}, test_selective.py:{lines[1]}."
     )
     assert rest == (
-        "Recomputation would be given the changed value. Use the out-of-place form of that operation, or pass "
+        "Recomputation would read the changed value. Use the out-of-place form of that operation, or pass "
         "allow_cache_entry_mutation=True: the value is then copied before it is written into."
     )
 
@@ -362,8 +362,7 @@ def test_an_operator_that_forward_did_not_run_is_an_error_that_names_its_place()
         str(caught.value)
         .splitlines()[0]
         .endswith(
-            f"recomputation calls aten.cos.default, test_selective.py:{line}, more often than forward, which called it "
-            "0 times."
+            f"recomputation calls aten.cos.default, test_selective.py:{line}, more than the 0 times that forward did."
         )
     )
 
@@ -384,7 +383,7 @@ def test_the_contexts_of_one_call_cannot_serve_another() -> None:
     pair = create_selective_checkpoint_contexts([SIN])
     x = leaf(3)
     compat.checkpoint(chain, x, use_reentrant=False, context_fn=lambda: pair)
-    with pytest.raises(recollect.CheckpointError, match="serve one call of a region, and were used before"):
+    with pytest.raises(recollect.CheckpointError, match="work for one call of a region, and were used already"):
         compat.checkpoint(chain, x, use_reentrant=False, context_fn=lambda: pair)
 
 

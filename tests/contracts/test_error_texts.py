@@ -22,7 +22,7 @@ READS_CHANGED = (
     "The function read something that changed in between: a global, a random generator, or the shape of another input."
 )
 SEE_LOGS = "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
-OTHER = "has other values in recomputation than in forward"
+OTHER = "has different values in recomputation and in forward"
 NO_INPUT = (
     "none of the inputs of this reentrant checkpoint requires grad, so nothing inside it gets a gradient; "
     "use use_reentrant=False, which needs no such input"
@@ -34,10 +34,9 @@ forward and backward.
 Use the out-of-place form of that operation, or pass a clone."""
 STATE_CHANGED = """\
 was changed in place between forward and recomputation, which would read the new value.
-An optimiser step or another update ran before this backward; or the module updated it in its own forward, for the \
+An optimizer step or another update ran before this backward; or the module updated it in its own forward, for the \
 first time.
-Run backward before the update. State that a module updates itself now and then is registered with \
-`recollect.register_state`."""
+Run backward before the update. If a module updates its own state, register it with `recollect.register_state`."""
 
 
 def line(marker: str) -> str:
@@ -350,7 +349,7 @@ def test_a_saved_tensor_that_the_function_writes_into() -> None:
     assert text_of(recollect.ChangedInputError, lambda: backward(loss)) == (
         "region 'fn': a saved tensor (float32[3]) was changed in place after it had been saved for backward, by the "
         "function itself.\n"
-        "Without the region autograd would refuse this too. Use the out-of-place form of that operation."
+        "Autograd would refuse this without the region, too. Use the out-of-place form of that operation."
     )
 
 
@@ -426,7 +425,7 @@ REFUSALS: list[tuple[type[Exception], Callable[[], Any], str]] = [
     (
         TypeError,
         lambda: compat.checkpoint(torch.sin, X, use_reentrant=False, context_fn=lambda: None),  # type: ignore[arg-type,return-value]
-        "region 'sin': context_fn must give two context managers, not None",
+        "region 'sin': context_fn must return two context managers, not None",
     ),
     (
         RuntimeError,
@@ -464,7 +463,7 @@ REFUSALS: list[tuple[type[Exception], Callable[[], Any], str]] = [
         lambda: backward(compat.checkpoint(torch.detach, X, use_reentrant=True).sum()),
         (
             "none of the outputs of this reentrant checkpoint requires grad, so there is nothing to run backward "
-            "through; use use_reentrant=False, or take the checkpoint away"
+            "through; use use_reentrant=False, or remove the checkpoint"
         ),
     ),
 ]
@@ -605,8 +604,8 @@ def test_a_region_that_starts_up_the_accelerator(an_accelerator_that_starts: lis
         return x.exp()
 
     assert text_of(RuntimeError, lambda: recollect.checkpoint(fn)(X)) == (
-        "region 'fn' started up the accelerator: its random state before the region is unknown, so recomputation could "
-        "not draw the same numbers.\n"
+        "region 'fn' initialized the accelerator: its random state before the region is unknown, so recomputation "
+        "could not draw the same numbers.\n"
         "Use the device once before the first region (for instance move the model there first), or pass "
         "preserve_rng=False (preserve_rng_state=False in recollect.compat)."
     )
@@ -617,8 +616,8 @@ def test_arguments_on_two_kinds_of_accelerator() -> None:
     with pytest.warns(UserWarning, match="cuda and xpu") as caught:
         rng._warn_of_kinds({"xpu", "cuda"})
     assert str(caught[0].message) == (
-        "the arguments of a region live on cuda and xpu: random states of all of them are preserved, autocast of the "
-        "CPU and the current accelerator only"
+        "the arguments of a region are on cuda and xpu: their random states are all preserved, but autocast only for "
+        "the CPU and the current accelerator"
     )
 
 
@@ -639,7 +638,7 @@ def test_a_capture_with_more_regions_than_announced() -> None:
     try:
         assert text_of(recollect.CaptureError, lambda: graph_rng.enter_capture(torch.default_generator)) == (
             "graph_rng(regions=0): the captured step calls more regions than that.\n"
-            "Raise the number; a larger one than needed is harmless."
+            "Raise the number; more than needed does no harm."
         )
     finally:
         graph_rng._pool.reset(token)
@@ -708,4 +707,4 @@ def test_a_mismatch_names_objects_that_the_function_may_have_changed() -> None:
     out = recollect.checkpoint(attend)(torch.ones(2, requires_grad=True), cache=Cache())
     with pytest.raises(recollect.MismatchError) as caught:
         out.sum().backward()
-    assert "Or it changed an object among its arguments (Cache), which recomputation is given as" in str(caught.value)
+    assert "Or it changed one of its arguments (Cache): recomputation gets it as forward left it." in str(caught.value)

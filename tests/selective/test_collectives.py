@@ -112,7 +112,7 @@ def test_what_is_kept_of_a_collective_is_explained() -> None:
     assert (kept.what, kept.by) == ("c10d.allreduce_.default", "by default: collectives")
     assert (kept.shapes, kept.bytes, kept.matched) == (((4, 4),), 64, 3)
     assert call.way.startswith(
-        "by running the function again under a dispatch mode; it is not replayed: it talks to other processes"
+        "by running the function again under a dispatch mode; it is not replayed: it communicates with other processes"
     )
 
 
@@ -158,7 +158,7 @@ def test_a_plan_is_not_followed_through_a_collective_that_was_not_in_it(group: N
         region(x, w).sum().backward()
         ways.append(recollect.explain(region).regions[0].calls[0].way)
     assert ways[:2] == ["by replaying what backward asks for"] * 2
-    assert "talks to other processes at some calls and not at others" in ways[3]
+    assert "communicates with other processes in some calls and not in others" in ways[3]
 
 
 ENGINE = """

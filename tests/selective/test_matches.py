@@ -149,7 +149,7 @@ def test_operators_inside_of_kept_blocks_are_said_not_to_be_asked_about() -> Non
     (text,) = warned(policy)
     assert text == (
         "policy save_matmuls matched nothing in this step. Operators that ran there: aten.tanh.default (1 time); "
-        "those inside of module '0', kept whole, were not asked about"
+        "those inside of module '0', kept whole, were not looked at"
     )
 
 
@@ -175,8 +175,8 @@ def test_where_no_name_was_given_it_says_how_they_are() -> None:
     run(policy)
     (text,) = warned(policy)
     assert text == (
-        "policy save_names('q') matched nothing in this step. No name was given there: recollect.region and "
-        "recollect.name give them"
+        "policy save_names('q') matched nothing in this step. Nothing there has a name; give names with "
+        "recollect.region and recollect.name"
     )
 
 
@@ -201,7 +201,7 @@ def test_rules_for_other_regions_are_told_which_ran() -> None:
     run(policy, name="block")
     run(policy, name="head")
     assert warned(policy) == [
-        "policy save_ops('aten.cos.default') was for no region of this step. Regions that ran: 'block', 'head'"
+        "policy save_ops('aten.cos.default') matched no region in this step. Regions that ran: 'block', 'head'"
     ]
 
 

@@ -194,5 +194,5 @@ def test_a_kept_block_whose_result_hides_tensors_is_refused_in_words() -> None:
 
     part = recollect.region("part")(lambda x: Box(x.sin()))
     region = recollect.checkpoint(lambda x: part(x).value.exp(), name="f", policy=policies.save_names("part"))
-    with pytest.raises(TypeError, match=r"region 'f': region 'part' is to be kept, but its result holds a Box"):
+    with pytest.raises(TypeError, match=r"region 'f': the policy keeps region 'part', but its result holds a Box"):
         region(square())

@@ -133,4 +133,4 @@ def test_a_kept_value_that_is_changed_after_the_region_is_refused_by_name() -> N
         with pytest.raises(recollect.ChangedInputError) as raised:
             z.sum().backward()
         assert str(raised.value).startswith("region 'fn': the result of matmul, test_plans.py:")
-        assert ", which is kept (float32[4, 4]), was changed in place after forward had used it" in str(raised.value)
+        assert ", which is kept (float32[4, 4]), was changed in place after forward used it" in str(raised.value)

@@ -94,7 +94,7 @@ class Operator:
         return not (self.is_ignored or self.is_view or self.is_unfilled)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2**12)
 def operator_of(func: Any) -> Operator:
     """Look an operator up; everything that a dispatch mode can see, higher-order operators included."""
     name = op_name(func) or str(func)
@@ -126,7 +126,7 @@ def _is_collective(space: str, short: str) -> bool:
     return space in _COLLECTIVE_SPACES and short not in _WAITS
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2**12)
 def talking(operator: Operator) -> Operator:
     """The same operator at a call that talks to other processes, as those of distributed tensors may.
 

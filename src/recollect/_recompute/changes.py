@@ -34,10 +34,10 @@ class ChangedWatch(DispatchMode):
                 message = (
                     f"region '{self._region}': {what} was changed in place between forward and recomputation, which "
                     "would read the new value.\n"
-                    "An optimiser step or another update ran before this backward; or the module updated it in its "
+                    "An optimizer step or another update ran before this backward; or the module updated it in its "
                     "own forward, for the first time.\n"
-                    "Run backward before the update. State that a module updates itself now and then is registered "
-                    "with `recollect.register_state`."
+                    "Run backward before the update. If a module updates its own state, register it with "
+                    "`recollect.register_state`."
                 )
                 raise ChangedInputError(message)
         return func(*args, **kwargs)

@@ -398,8 +398,8 @@ class Frame:
         if found is not None:
             return self._checked(found)
         message = (
-            f"region '{self.name}': a tensor that left the region otherwise than by its result (through a list, an "
-            "attribute) is run backward again after the region's own backward has freed what it needs.\n"
+            f"region '{self.name}': backward runs again through a tensor that left the region by another way than "
+            "its result (a list, an attribute), after the region's own backward freed what it needs.\n"
             "Return that tensor from the function, or pass retain_graph=True to the region's backward."
         )
         raise CheckpointError(message)
@@ -428,7 +428,7 @@ class Frame:
         message = (
             f"region '{self.name}': a saved tensor ({describe_tensor(value)}) was changed in place after it had "
             "been saved for backward, by the function itself.\n"
-            "Without the region autograd would refuse this too. Use the out-of-place form of that operation."
+            "Autograd would refuse this without the region, too. Use the out-of-place form of that operation."
         )
         raise ChangedInputError(message)
 

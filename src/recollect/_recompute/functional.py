@@ -79,7 +79,7 @@ class _Call:
         metas = [(output.shape, output.dtype) for output in outputs]
         if self._checks and metas != self._metas:
             message = (
-                f"region '{self._name}': it gave outputs of {_describe(self._metas)} in forward and of "
+                f"region '{self._name}': it returned {_describe(self._metas)} in forward and "
                 f"{_describe(metas)} in recomputation.\n"
                 "The function read something that changed in between: a global, a random generator."
             )
@@ -123,8 +123,8 @@ def run_functional(
         raise ValueError(message)
     if options.matcher.values is not None:
         message = (
-            f"region '{name}': values cannot be checked inside a torch.func transform, which allows no saved-tensor "
-            "hooks; use check='metadata' or check='none' there"
+            f"region '{name}': check='values' does not work inside a torch.func transform, which does not allow "
+            "saved-tensor hooks; use check='metadata' or check='none' there"
         )
         raise ValueError(message)
     call = _Call(name, options, fn, args, kwargs)

@@ -139,7 +139,7 @@ def enter_capture(
     if not pool.pairs:
         message = (
             f"graph_rng(regions={pool.size}): the captured step calls more regions than that.\n"
-            "Raise the number; a larger one than needed is harmless."
+            "Raise the number; more than needed does no harm."
         )
         raise CaptureError(message)
     pair = pool.pairs.pop()

@@ -266,7 +266,7 @@ class Recorder:
                     else ""
                 )
                 how = "to the bit" if check.is_bitwise else f"beyond rtol={check.rtol or 0}, atol={check.atol or 0}"
-                self._differ.append((index, f"has other values in recomputation than in forward, {how}{kept}"))
+                self._differ.append((index, f"has different values in recomputation and in forward, {how}{kept}"))
                 break
         self._differ.sort(key=lambda item: item[0])
 
@@ -278,8 +278,8 @@ def _describe_objects(leaves: list[Any]) -> list[str]:
         return []
     names = list_some([kind.__name__ for kind in kinds])
     line = (
-        f"Or it changed an object among its arguments ({names}), which recomputation is given as forward left it. A "
-        "cache of keys and values is switched off by use_cache=False in Transformers."
+        f"Or it changed one of its arguments ({names}): recomputation gets it as forward left it. In Transformers, "
+        "use_cache=False switches a cache of keys and values off."
     )
     return [line]
 

@@ -5,7 +5,7 @@ noted, by identity and version. For recomputation
 
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
-* a tensor that has been *changed in place* since (an optimiser step) is an error where recomputation reads it;
+* a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
   its value at entry: recomputation reads what forward read, and what it writes is thrown away.
 

@@ -130,7 +130,7 @@ def compare_logs(forward: OpLog, again: OpLog) -> str:
     lines = [f"{'':>6} {'forward':<{_WIDTH}} recomputation"]
     start = max(0, first - _BEFORE)
     if start:
-        lines.append(f"{'':>6} ... {start} operators alike ...")
+        lines.append(f"{'':>6} ... {start} identical operators ...")
     for index in range(start, min(stop, max(len(ours), len(theirs)))):
         mark = ">" if index == first else " "
         cells = [_cell(log, index) for log in (ours, theirs)]

@@ -104,9 +104,9 @@ class CheckpointFunction(torch.autograd.Function):
             outputs = (outputs,)
         if len(outputs) != len(gradients):
             message = (
-                f"a reentrant checkpoint gave {count_noun(len(gradients), 'output')} in forward and {len(outputs)} in "
-                "recomputation.\n"
-                "The function read something that changed in between. use_reentrant=False says more about it."
+                f"a reentrant checkpoint returned {count_noun(len(gradients), 'output')} in forward and {len(outputs)} "
+                "in recomputation.\n"
+                "The function read something that changed in between. use_reentrant=False gives a more detailed error."
             )
             raise MismatchError(message)
         pairs = [
@@ -117,7 +117,7 @@ class CheckpointFunction(torch.autograd.Function):
         if not pairs:
             message = (
                 "none of the outputs of this reentrant checkpoint requires grad, so there is nothing to run backward "
-                "through; use use_reentrant=False, or take the checkpoint away"
+                "through; use use_reentrant=False, or remove the checkpoint"
             )
             raise RuntimeError(message)
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])

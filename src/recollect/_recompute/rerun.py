@@ -148,5 +148,5 @@ def _checked_contexts(region: str, contexts: Any) -> Sides:
     match contexts:
         case (forward, again) if hasattr(forward, "__enter__") and hasattr(again, "__enter__"):
             return forward, again
-    message = f"region '{region}': context_fn must give two context managers, not {contexts!r}"
+    message = f"region '{region}': context_fn must return two context managers, not {contexts!r}"
     raise TypeError(message)

@@ -150,7 +150,7 @@ _read_cpu = torch.default_generator.get_state
 _CPU_BYTES = _read_cpu().numel()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _has_offset(kind: str) -> bool:
     """Whether generators of this kind of device count, so that seed and offset say all. Asked of a fresh one."""
     try:
@@ -167,7 +167,7 @@ def source_of(generator: torch.Generator) -> Source:
     return _StateSource(generator)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def source_of_device(device: torch.device) -> Source | None:
     """The way to read a device's default generator; None for devices without one (``meta``). Starts up no device."""
     try:
@@ -219,8 +219,8 @@ def _warn_of_kinds(kinds: set[str]) -> None:
     if len(kinds) > 1:
         listed = " and ".join(sorted(kinds))
         warnings.warn(
-            f"the arguments of a region live on {listed}: random states of all of them are preserved, "
-            "autocast of the CPU and the current accelerator only",
+            f"the arguments of a region are on {listed}: their random states are all preserved, but "
+            "autocast only for the CPU and the current accelerator",
             stacklevel=2,
         )
 
@@ -305,7 +305,7 @@ class RngState:
         """At exit: keep the generators that moved; None if none did."""
         if self._starts_accelerator and accelerator_started():
             message = (
-                f"region '{region}' started up the accelerator: its random state before the region is unknown, so "
+                f"region '{region}' initialized the accelerator: its random state before the region is unknown, so "
                 "recomputation could not draw the same numbers.\n"
                 "Use the device once before the first region (for instance move the model there first), or pass "
                 "preserve_rng=False (preserve_rng_state=False in recollect.compat)."

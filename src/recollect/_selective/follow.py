@@ -29,9 +29,9 @@ from recollect._selective.tape import PLAIN_TENSORS, hold, results_of
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame, Pack
 
-_OTHER_CALLS = "it makes other calls of torch than at its first call"
-_OTHER_WAYS = "its tensors go other ways than at its first call"
-_OTHER_DRAWS = "random numbers are drawn by a call that drew none before"
+_OTHER_CALLS = "it calls torch differently than in its first call"
+_OTHER_WAYS = "its tensors are used differently than in its first call"
+_OTHER_DRAWS = "a call draws random numbers that drew none before"
 
 
 CHOOSING = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ROUTING if hasattr(owner, name))

@@ -109,8 +109,8 @@ class KeptCall:
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, plain)):
                 message = (
-                    f"region '{region}': {self.label} is to be kept, but its result holds a {type(leaf).__name__}, "
-                    "whose tensors cannot be found.\n"
+                    f"region '{region}': the policy keeps {self.label}, but its result holds a "
+                    f"{type(leaf).__name__}, in which no tensors can be found.\n"
                     "Return tensors, register the class with torch's pytree, or leave this block to recomputation."
                 )
                 raise TypeError(message)
@@ -303,7 +303,7 @@ def refuse_capture(region: str, label: str) -> None:
     """
     message = (
         f"region '{region}': {label} draws random numbers and is to be kept while a CUDA graph is being captured, when "
-        "it cannot be read where its generator stands.\n"
+        "the state of its generator cannot be read.\n"
         "Leave it to recomputation (`Decision.RECOMPUTE`), or capture without this policy."
     )
     raise CaptureError(message)

@@ -304,7 +304,7 @@ class Clerk:
         line = self._find(func, operator, call, args, kwargs, result)
         tape = self._tape
         if tape is not None and operator.is_collective:
-            tape.broken("it talks to other processes, which must not be alone in going another way")
+            tape.broken("it communicates with other processes, which must all take the same way")
         if tape is not None and tape.current is not None:
             beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
             self._beneath.setdefault(id(tape.current), []).append(beneath)
@@ -425,13 +425,13 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def refuse_offload(who: str, op: str) -> None:
-    """Raise, because nothing can be offloaded yet.
+    """Raise, because a policy cannot offload single values yet.
 
     Raises:
         NotImplementedError: always.
     """
     message = (
-        f"{who} to offload the result of {op}: offload has not arrived in this version, and recomputing it silently "
-        "would not be what was asked for.\nAnswer SAVE or RECOMPUTE."
+        f"{who} to offload the result of {op}: a policy cannot offload single values yet.\n"
+        "Answer SAVE or RECOMPUTE, or put `recollect.offload` around the step."
     )
     raise NotImplementedError(message)

@@ -55,7 +55,7 @@ def _describe_unmatched(policy: Policy) -> list[str]:
             continue
         if label not in reached:
             regions = quote_all(dict.fromkeys(one.region for one in notes))
-            messages[label] = f"policy {label} was for no region of this step. Regions that ran: {regions}"
+            messages[label] = f"policy {label} matched no region in this step. Regions that ran: {regions}"
         elif not _is_outrun(rule, ledgers):
             messages[label] = f"policy {label} matched nothing in this step. {_describe_choice(rule, ledgers)}"
     return list(messages.values())
@@ -90,7 +90,7 @@ def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
     if isinstance(rule, SaveNames):
         names = dict.fromkeys(name for ledger in ledgers for name in list(ledger.names))
         if not names:
-            return "No name was given there: recollect.region and recollect.name give them"
+            return "Nothing there has a name; give names with recollect.region and recollect.name"
         return f"Names given there: {list_some([repr(name) for name in names])}"
     lines = [(ledger, line) for ledger in ledgers for line in ledger.lines if operator_of(line.key).can_be_kept]
     if isinstance(rule, SaveLargerThan) and lines:
@@ -104,5 +104,5 @@ def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
     text = f"Operators that ran there: {list_some(ran) or 'none'}"
     blocks = dict.fromkeys(line.what for ledger in ledgers for line in ledger.blocks.values())
     if blocks:
-        text += f"; those inside of {list_some(list(blocks))}, kept whole, were not asked about"
+        text += f"; those inside of {list_some(list(blocks))}, kept whole, were not looked at"
     return text

@@ -24,7 +24,7 @@ from recollect._selective.parameters import is_unit
 
 _MOST_KINDS = 64
 _SIZES_LEARNED = 2
-TALKS_AT_TIMES = "it talks to other processes at some calls and not at others"
+TALKS_AT_TIMES = "it communicates with other processes in some calls and not in others"
 
 
 class Kind(NamedTuple):

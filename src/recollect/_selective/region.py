@@ -38,9 +38,8 @@ class SelectiveRegion(Region):
         """
         if transforms_active():
             message = (
-                f"region '{self.name}': a policy keeps values by saved-tensor hooks, which torch.func transforms do "
-                "not allow.\nInside a transform use it without one: recollect.checkpoint without policy=, "
-                "recollect.apply with Decision.RECOMPUTE alone."
+                f"region '{self.name}': policies do not work inside a torch.func transform, which does not allow "
+                "saved-tensor hooks.\nLeave policy= out there, or use recollect.apply with Decision.RECOMPUTE alone."
             )
             raise TransformError(message)
         return super().run(args, kwargs)

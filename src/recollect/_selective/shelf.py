@@ -67,7 +67,7 @@ class Tally:
         if self.is_late or index >= len(self.marks) or self.marks[index] == served:
             return
         ran = count_noun(self.marks[index], "kept operator")
-        message = f"region '{region}': until saved tensor {index}, forward ran {ran} and recomputation {served}."
+        message = f"region '{region}': before saved tensor {index}, forward ran {ran} and recomputation ran {served}."
         raise Slipped(message)
 
 
@@ -106,9 +106,9 @@ class Shelf:
 
     def _miss(self, key: Key) -> None:
         message = (
-            f"region '{self.region}', inside another region that is being recomputed, does not come to call {key[-1]} "
-            f"of {key[0]}, which it kept in forward.\n"
-            "The function takes another way than in forward: it read something that changed in between."
+            f"region '{self.region}', inside another region that is being recomputed, did not reach call {key[-1]} "
+            f"of {key[0]}, which forward kept.\n"
+            "The function took a different path than in forward: it read something that changed in between."
         )
         raise MismatchError(message)
 

@@ -117,7 +117,7 @@ class Tape(FunctionMode):
             return func(*args, **kwargs)
         values = (*args, *kwargs.values())
         if any(isinstance(value, torch.Generator) for value in values):
-            self.broken("it draws from a generator of its own")
+            self.broken("it draws from its own generator")
         entry = Entry(func)
         states = read_states(sources_of(tensors_in(*values), values))
         if states is None:
@@ -138,10 +138,10 @@ class Tape(FunctionMode):
         results = results_of(result)
         if results is None:
             if entry.saved:
-                self.broken(f"{name_of_call(func)} gives no tensor that could be made again")
+                self.broken(f"{name_of_call(func)} returns no tensor that can be recomputed")
             return
         if func in _UNFILLED or func == _GRAD:
-            self.broken(f"{name_of_call(func)} cannot be made again")
+            self.broken(f"{name_of_call(func)} cannot be recomputed")
         if any_autocast_enabled() is not self._autocast:
             self.broken("it switches autocast on or off")
         entry.is_single = type(result) is Tensor
@@ -169,7 +169,7 @@ class Tape(FunctionMode):
         self._makers.append(maker)
         is_plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_inference()
         if not is_plain or tensor.is_complex():  # a view of complex numbers may be a conjugate one
-            self.broken(f"it works on a tensor of a kind of its own ({type(tensor).__name__}, {tensor.layout})")
+            self.broken(f"it works on an unusual tensor ({type(tensor).__name__}, {tensor.layout})")
             self._versions.append(0)
         else:
             self._versions.append(tensor._version)  # noqa: SLF001

@@ -463,8 +463,8 @@ class AgainWatch(_Watch):
         place = kept.place or Places(self._shelf.region).find(2)
         message = (
             f"region '{self._shelf.region}': call {call} of {kept.label}{place}, which was kept, ran on {was} in "
-            f"forward and meets {now} in recomputation.\n"
-            "The function takes another way than in forward: it read something that changed in between.\n"
+            f"forward and on {now} in recomputation.\n"
+            "The function took a different path than in forward: it read something that changed in between.\n"
             "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
         )
         raise MismatchError(message)

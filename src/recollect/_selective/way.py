@@ -186,7 +186,10 @@ class SelectiveWay(Rerun):
         if not ledger.may_tape or (not ledger.is_learned and self._notes.holds_compiled()):
             return False
         if not ledger.is_learned and self._notes.runs_units(frame.fn):
-            ledger.may_tape, ledger.why_not_taped = False, "it calls FSDP units, whose parameters come and go"
+            ledger.may_tape, ledger.why_not_taped = (
+                False,
+                "it calls FSDP units, whose parameters are gathered and freed",
+            )
             return False
         if function_mode_depth() or top_hooks(True) is not None or is_watched():  # noqa: FBT003
             return False
@@ -304,7 +307,7 @@ class SelectiveWay(Rerun):
         if modules is not None and modules.moves_any(tape.tensors):
             tape.broken("it reads buffers that it updates")  # the next forward moves them on
         if ledger.gathers:
-            tape.broken("it gathers parameters, which come and go")
+            tape.broken("it gathers parameters that are freed again")
         if not ledger.keeps_ops:
             tape.broken("no single operator is kept")
         if not ledger.may_tape:
@@ -377,7 +380,7 @@ class SelectiveWay(Rerun):
                         if value is not None:
                             found[index] = value
                 if not all(has_same_bits(value, saved[index]) for index, value in found.items()):
-                    tape.broken("its replay gives other values")
+                    tape.broken("its replay gave different values")
         except Exception as error:
             tape.broken(f"its replay failed: {error}")
         live = find_live(frame.handles)

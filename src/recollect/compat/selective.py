@@ -139,7 +139,7 @@ def create_selective_checkpoint_contexts(
     >>> create_selective_checkpoint_contexts([torch.ops.aten.mm])
     Traceback (most recent call last):
     ...
-    ValueError: aten.mm stands for several operators; write the one that is meant: torch.ops.aten.mm.default, ...
+    ValueError: aten.mm stands for several operators; write the one you mean: torch.ops.aten.mm.default, ...
     """
     if isinstance(policy_fn_or_list, list):
         policy = _policy_of(policy_fn_or_list)
@@ -159,11 +159,11 @@ def _policy_of(ops: list[Any]) -> Policy:
         packet = packet_name(op)
         if packet is not None:
             overloads = [f"torch.ops.{packet}.{name}" for name in op.overloads()]
-            message = f"{packet} stands for several operators; write the one that is meant: {', '.join(overloads)}"
+            message = f"{packet} stands for several operators; write the one you mean: {', '.join(overloads)}"
         elif (name := op_name(op)) is not None:
             message = f"{op!r} wraps an operator; write the operator itself: torch.ops.{name}"
         else:
-            message = f"{op!r} is no operator; write overloads such as torch.ops.aten.mm.default"
+            message = f"{op!r} is not an operator; write an overload such as torch.ops.aten.mm.default"
         raise ValueError(message)
     kept = frozenset(ops)
 
@@ -196,7 +196,7 @@ class _Shelf(Shelf):
         message = (
             f"region '{self.region}': the result of {kept.label}{Places().find(2)}, which the policy keeps, was "
             f"changed in place by {self.writers.get(kept, 'something after the region')}.\n"
-            "Recomputation would be given the changed value. Use the out-of-place form of that operation, or pass "
+            "Recomputation would read the changed value. Use the out-of-place form of that operation, or pass "
             "allow_cache_entry_mutation=True: the value is then copied before it is written into."
         )
         raise ChangedInputError(message)
@@ -204,12 +204,12 @@ class _Shelf(Shelf):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _InGraph(CallPolicy):
-    """A policy of torch's kind for the nodes of a graph."""
+    """A torch-style policy for the nodes of a graph."""
 
     fn: Policy
 
     def __repr__(self) -> str:
-        return "a policy of torch's kind"
+        return "a torch-style policy"
 
     def judge_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Ask, unless it is an operator that no policy is asked about."""
@@ -238,8 +238,8 @@ class _Forward(ForwardWatch):
     def __enter__(self) -> Self:
         if self._was_entered:
             message = (
-                "the contexts of create_selective_checkpoint_contexts serve one call of a region, and were used before."
-                "\nGive `checkpoint` a function that makes new ones: "
+                "the contexts of create_selective_checkpoint_contexts work for one call of a region, and were used "
+                "already.\nGive `checkpoint` a function that makes new ones: "
                 "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)."
             )
             raise CheckpointError(message)
@@ -309,8 +309,8 @@ class _Limited(Counter):
         func, _is_tracked = what
         message = (
             f"region '{self._shelf.region}': recomputation calls {operator_of(func).name}{Places().find(3)}, more "
-            f"often than forward, which called it {number} times.\n"
-            "The function takes another way than in forward: it read something that changed in between.\n"
+            f"than the {number} times that forward did.\n"
+            "The function took a different path than in forward: it read something that changed in between.\n"
             "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
         )
         raise MismatchError(message)

@@ -69,7 +69,7 @@ def written_by_collective(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((position, argument.name) for position, argument in arguments if argument.name in names)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2**12)
 def _answers(func: OpOverload) -> tuple[bool, ...]:
     """For each result, whether it is a `Work`."""
     return tuple("c10d.Work" in str(result.type) for result in func._schema.returns)
