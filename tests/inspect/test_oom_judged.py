@@ -92,7 +92,7 @@ def test_a_loss_outside_of_the_model_makes_it_less_sure() -> None:
     assert "should be enough, but not all of the step was seen" in "\n".join(_format_judgement(found))
 
 
-def test_what_else_is_alive_and_the_optimiser_count() -> None:
+def test_what_else_is_alive_and_the_optimizer_count() -> None:
     model = Trained()
     alone = judged(model, 2**40)
     optimizer = torch.optim.AdamW(model.parameters())

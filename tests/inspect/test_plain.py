@@ -1,4 +1,4 @@
-"""A step timed as it runs without us, the optimiser's step apart from it."""
+"""A step timed as it runs without us, the optimizer's step apart from it."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_what_an_optimiser_writes_is_put_back(kind: type[torch.optim.Optimizer], steps_before: int) -> None:
+def test_what_an_optimizer_writes_is_put_back(kind: type[torch.optim.Optimizer], steps_before: int) -> None:
     model = nn.Linear(8, 8)
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     for _ in range(steps_before):
@@ -47,7 +47,7 @@ def test_what_an_optimiser_writes_is_put_back(kind: type[torch.optim.Optimizer],
     assert "step" not in vars(optimizer)
 
 
-def test_without_room_for_copies_the_optimiser_does_not_step() -> None:
+def test_without_room_for_copies_the_optimizer_does_not_step() -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     before = state_of(model, optimizer)
@@ -57,7 +57,7 @@ def test_without_room_for_copies_the_optimiser_does_not_step() -> None:
     assert not optimizer.state
 
 
-def test_an_optimiser_that_fails_is_put_back() -> None:
+def test_an_optimizer_that_fails_is_put_back() -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             super().step()

@@ -226,13 +226,13 @@ def test_functional_call_is_recomputed_with_its_own_parameters(where: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_an_optimiser_step_between_forward_and_backward_is_refused() -> None:
+def test_an_optimizer_step_between_forward_and_backward_is_refused() -> None:
     block, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
-    optimiser = torch.optim.SGD(block.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
     region = recollect.checkpoint(block)
     first, second = region(x).sum(), region(x).sum()
     backward(first)
-    optimiser.step()
+    optimizer.step()
     with pytest.raises(recollect.ChangedInputError, match="of Linear was changed in place"):
         backward(second)
 

@@ -83,7 +83,7 @@ def fit(
     """Make a model's training step stay within a budget of memory: profile, plan, apply, run, compare, correct.
 
     A step that does not fit as it is, is profiled on fake tensors. Under the plan it is run and measured; where it
-    takes more than the budget, a tighter plan is made. Parameters, buffers, gradients, optimisers and random generators
+    takes more than the budget, a tighter plan is made. Parameters, buffers, gradients, optimizers and random generators
     are afterwards as they were, also if it fails.
 
     Args:

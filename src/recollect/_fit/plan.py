@@ -41,7 +41,7 @@ def plan(
     Args:
         profile: of the step without any regions; see `recollect.profile`.
         budget: the most that tensors may have of the device at any time of the whole step, parameters, gradients and
-            optimiser state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
+            optimizer state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
             share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step.
         tiers: ``"host"`` allows to send what whole modules save to host memory, as far as the link carries it beside
             the computation; by default everything stays or is recomputed.

@@ -34,7 +34,7 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     )
     advice = "Raise the budget, or shrink the batch"
     if call.phase is Phase.OPTIMIZER:
-        advice = "It is the optimiser's step: use one with less state or temporaries (fused=True, foreach=False)"
+        advice = "It is the optimizer's step: use one with less state or temporaries (fused=True, foreach=False)"
     elif profile.storages and _is_head(problem, smallest.peak_call):
         advice = "It is the loss head: compute the loss in chunks of tokens, shrink the batch, or raise the budget"
     wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)

@@ -52,7 +52,7 @@ def enable(
         every: as for `recollect.apply`.
         first: as for `recollect.apply`.
         budget: in place of rules, the most memory a step may take, as for `recollect.plan`: ``"40GiB"``, ``"80%"``. The
-            step is followed on fake tensors first; the state of an optimiser counts only where it exists already.
+            step is followed on fake tensors first; the state of an optimizer counts only where it exists already.
         inputs: for a budget, a batch: what the model is called with, labels included.
 
     Returns:

@@ -142,7 +142,7 @@ def find_alive(tracks: Tracks, device: str, failed: nn.Module | None = None, nod
 
 
 def _find_optimizer(root: nn.Module | None, optimizers: Iterable[Optimizer]) -> ref[Optimizer] | None:
-    """The optimiser that has parameters of a model."""
+    """The optimizer that has parameters of a model."""
     if root is None:
         return None
     own = {id(parameter) for parameter in root.parameters()}

@@ -11,7 +11,7 @@ INSTALL = (
 
 
 def import_scipy() -> Any:
-    """The optimisers of scipy.
+    """The optimizers of scipy.
 
     Raises:
         ImportError: there is no scipy; it says what to install.
