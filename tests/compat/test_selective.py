@@ -105,12 +105,6 @@ def test_any_other_answer_is_refused(answer: Any) -> None:
     assert what_is_in_force() == before
 
 
-@pytest.mark.parametrize("name", [name for name in CheckpointPolicy.__members__ if "OFFLOAD" in name])
-def test_offload_is_refused_until_it_exists(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"the policy answered {name} to offload the result of aten.sin"):
-        run(chain, leaf(3), keep=lambda *_args: CheckpointPolicy[name])
-
-
 def test_a_policy_may_be_a_partial_or_an_object() -> None:
     class Every:
         def __init__(self, which: Any) -> None:

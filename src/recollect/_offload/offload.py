@@ -150,6 +150,12 @@ def offload_everything() -> Offload:
     return Offload(session)
 
 
+def offload_decided() -> Offload:
+    """One for all policies of this thread that decide to offload single values: to the host, as `offload()` does."""
+    here = offload_decided.__code__
+    return Offload(_session_at(here, 0, _read_options("host", None, _MIN_BYTES, None, _IN_FLIGHT, True, None)))  # noqa: FBT003
+
+
 def _session_at(code: CodeType, instruction: int, options: _Options) -> Session:
     sessions = _places.sessions.setdefault(code, {})
     key = (instruction, options)

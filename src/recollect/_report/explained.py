@@ -44,7 +44,7 @@ class ExplainedSite:
     @property
     def is_kept(self) -> bool:
         """Whether recomputation is given what it gave."""
-        return self.decision is Decision.SAVE
+        return self.decision is not Decision.RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,8 @@ def _by_title(columns: Iterable[Column]) -> dict[str, list[Column]]:
     found: dict[str, list[Column]] = {}
     for column in columns:
         site = column[0]
-        verb = "kept whole" if site.is_block else "kept" if site.is_kept else "recomputed"
+        verb = "recomputed" if not site.is_kept else "offloaded" if site.decision is Decision.OFFLOAD else "kept"
+        verb = f"{verb} whole" if site.is_block else verb
         joint = " " if site.is_by_default else ", " if site.by == "no rule" else " by "
         found.setdefault(f"{verb}{joint}{site.by}", []).append(column)
     return found
@@ -235,6 +236,9 @@ def _format_sums(call: ExplainedCall, regions: int) -> list[str]:
         blocks = count_noun(len(call.blocks), "block")
         lines.append(f"kept {blocks} whole: {_size(call.blocks)} of results, plus what they save themselves")
     lines.append(_format_sum(call))
+    away = [site for site in call.kept if site.decision is Decision.OFFLOAD]
+    if away:
+        lines.append(f"of these offloaded: {_values(away)}, {_size(away)}")
     default = [site for site in call.kept if site.is_by_default]
     if default:
         lines.append(f"of these kept by default: {_values(default)}, {_size(default)}")

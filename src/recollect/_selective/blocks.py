@@ -134,6 +134,8 @@ class Forward(_Side):
             self._end()
             self._hooks = None  # which lead to the frame
         if error is None:
+            if self.watch is not None:
+                self.watch.prove()  # whatever becomes of it, this execution is served what its operators gave
             self.shelf.settle(self._around)
 
     def call_module(
@@ -163,8 +165,13 @@ class Forward(_Side):
     ) -> Any:
         """Run a custom Function; keep its result if the policy wants it."""
         name = function.__name__
-        by = None if self._is_inside else self._ledger.rule_for_function(name, self._counter.next(function))
-        return call(*args, **kwargs) if by is None else self._keep(("Function", name), by, call, args, kwargs)
+        found = None if self._is_inside else self._ledger.rule_for_function(name, self._counter.next(function))
+        if found is None:
+            return call(*args, **kwargs)
+        key = ("Function", name)
+        if key not in self._ledger.blocks:
+            self._ledger.add_block(key, found.by, found.decision)
+        return self._keep(key, found.by, call, args, kwargs)
 
     def see_named(self, name: str, value: Any) -> None:
         """Keep a value that was given a name, if the policy wants it."""
@@ -220,6 +227,7 @@ class Forward(_Side):
             kept.must_rerun = True
         kept.line = line
         self.shelf.calls[key, number] = kept
+        self.shelf.offloads = self.shelf.offloads or line.is_offloaded
         line.matched += 1
         return result
 
@@ -249,6 +257,7 @@ class Forward(_Side):
         if versions != [tensor._version for tensor in given]:  # noqa: SLF001
             kept.must_rerun = True  # it writes into what it is given, where others may look
         self.shelf.calls[key, number] = kept
+        self.shelf.offloads = self.shelf.offloads or line.is_offloaded
         return result
 
     def _is_needed(self, key: tuple[Block, int]) -> bool:

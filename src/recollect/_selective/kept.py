@@ -165,9 +165,10 @@ class KeptCall:
         return False
 
     def hand_to(self, hooks: Hooks) -> None:
-        """Give the tensors to an enclosing region as its saved tensors, and hold only its answers."""
+        """Give the tensors to an enclosing region or an offloader as its saved tensors, and hold only its answers."""
         pack, self._unpack = hooks
         self.must_rerun = self.must_rerun or self._is_written()
+        self._parts = ()
         with torch.no_grad(), without_function_modes():
             self._leaves = [_Packed(pack(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
 

@@ -78,7 +78,12 @@ class Line:
     @property
     def is_kept(self) -> bool:
         """Whether recomputation is given the result."""
-        return self.decision is Decision.SAVE
+        return self.decision is not Decision.RECOMPUTE
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the result lives elsewhere until then."""
+        return self.decision is Decision.OFFLOAD
 
 
 _RECOMPUTED = Line(key=None, shapes=(), what="", decision=Decision.RECOMPUTE, by="")
@@ -192,8 +197,13 @@ class Ledger:
             self.ops = self.wanted = None
             return
         self.ops = frozenset(line.key for line in kept)
-        self.wanted = None if asks or self.has_backward else _plain_calls(kept)
+        self.wanted = None if asks or self.has_backward or self.offloads else _plain_calls(kept)
         self.by_call = {line.number: line for line in self.lines if line.key in self.ops and line.number is not None}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether some of what is kept lives elsewhere until backward."""
+        return any(line.is_offloaded for line in self.lines)
 
     def note_proof(self, count_calls: Callable[[Any, bool], int]) -> None:
         """A forward, of which only some operators were seen, has shown which results the function writes into.
@@ -229,9 +239,7 @@ class Ledger:
             replace(site, shape=tuple(tensor.shape), bytes=bytes_of(tensor), flops=flops)
             for site, tensor in zip(line.sites, tensors_in(result), strict=False)
         ]
-        verdicts = [self.judge(site) for site in sites]
-        is_kept = any(verdict.decision is Decision.SAVE for verdict in verdicts)
-        decision = Decision.SAVE if is_kept else Decision.RECOMPUTE
+        decision = _strongest([self.judge(site) for site in sites]).decision
         return line if line.decision is decision else replace(line, decision=decision)
 
     def rule_for(self, name: str) -> str | None:
@@ -241,28 +249,31 @@ class Ledger:
         return self.names[name]
 
     def judge(self, site: Site) -> Verdict:
-        """Ask the policy about a site.
-
-        Raises:
-            NotImplementedError: the answer is to offload.
-        """
+        """Ask the policy about a site."""
         watched = _WatchedSite(**{name: getattr(site, name) for name in _SITE_FIELDS})
         verdict = judge(self.policy, watched)
         self.looks_at_sizes = self.looks_at_sizes or watched.was_measured
-        if verdict.decision is Decision.OFFLOAD:
-            refuse_offload(f"region '{self.region}': {verdict.by} decided", site.op)
         return verdict
 
-    def rule_for_function(self, name: str, call: int) -> str | None:
-        """The rule by which one call of a custom Function is kept whole."""
+    def rule_for_function(self, name: str, call: int) -> Verdict | None:
+        """The verdict by which one call of a custom Function is kept whole."""
         verdict = self.judge(Site(region=self.region, op=name, call=call))
-        return verdict.by if verdict.decision is Decision.SAVE else None
+        return None if verdict.decision is Decision.RECOMPUTE else verdict
 
-    def add_block(self, key: tuple[str, str], by: str) -> Line:
+    def add_block(self, key: tuple[str, str], by: str, decision: Decision = Decision.SAVE) -> Line:
         """A line for a block that is kept whole."""
         kind, name = key
-        line = self.blocks[key] = Line(key=key, shapes=(), what=f"{kind} '{name}'", decision=Decision.SAVE, by=by)
+        line = self.blocks[key] = Line(key=key, shapes=(), what=f"{kind} '{name}'", decision=decision, by=by)
         return line
+
+
+def _strongest(verdicts: list[Verdict]) -> Verdict:
+    """What holds for a call of several results: it is kept here if one is to be, else elsewhere, else recomputed."""
+    for decision in (Decision.SAVE, Decision.OFFLOAD):
+        for verdict in verdicts:
+            if verdict.decision is decision:
+                return verdict
+    return verdicts[0]
 
 
 def _plain_calls(lines: list[Line]) -> dict[Any, frozenset[int]] | None:
@@ -383,7 +394,7 @@ class Clerk:
         )
         # Nobody is asked about what can only run again: views, most writes in place, memory yet to be filled.
         verdicts = [self._ledger.judge(site) for site in sites] if operator.can_be_kept else [_RUNS_AGAIN]
-        chosen = next((verdict for verdict in verdicts if verdict.decision is Decision.SAVE), verdicts[0])
+        chosen = _strongest(verdicts)
         return Line(
             key=func,
             shapes=(),
@@ -422,16 +433,3 @@ def bytes_of(tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size()
     except RuntimeError:  # a layout that does not say
         return 0
-
-
-def refuse_offload(who: str, op: str) -> None:
-    """Raise, because a policy cannot offload single values yet.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    message = (
-        f"{who} to offload the result of {op}: a policy cannot offload single values yet.\n"
-        "Answer SAVE or RECOMPUTE, or put `recollect.offload` around the step."
-    )
-    raise NotImplementedError(message)

@@ -24,6 +24,8 @@ class _Pinned:
 
     __slots__ = ("is_kept", "is_written", "place")
 
+    is_offloaded = False  # what is kept is the enclosing region's
+
     def __init__(self, *, is_kept: bool) -> None:
         self.is_kept, self.is_written = is_kept, False
         self.place: Place | None = None

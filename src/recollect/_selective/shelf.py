@@ -7,6 +7,7 @@ from typing import Any
 from recollect._core.errors import MismatchError
 from recollect._core.scope import is_last_recomputation
 from recollect._core.units import count_noun
+from recollect._offload.offload import Offload, offload_decided
 from recollect._selective.kept import Hooks, KeptCall
 from recollect._selective.pins import Pins
 
@@ -77,21 +78,28 @@ class Shelf:
     Attributes:
         pins: inside another region: what is handed to it.
         tally: how many operators were kept.
+        offloads: whether some of it is to live elsewhere.
     """
 
-    __slots__ = ("_is_packed", "calls", "pins", "region", "tally")
+    __slots__ = ("_is_packed", "calls", "offloads", "pins", "region", "tally")
 
     def __init__(self, region: str, pins: Pins | None = None) -> None:
         self.region, self.pins = region, pins
         self.calls: dict[Key, KeptCall] = {}
         self.tally = Tally()
-        self._is_packed = False
+        self._is_packed = self.offloads = False
+
+    def offloader(self) -> Offload:
+        """Where values go that are to live elsewhere."""
+        return offload_decided()
 
     def settle(self, hooks: Hooks | None) -> None:
         """At the end of forward: inside other hooks, kept values are saved tensors of whoever set them."""
         for kept in self.calls.values():
             kept.settle()
         if hooks is None:
+            if self.offloads:
+                self._send()
             return
         self._is_packed = True
         pins = self.pins
@@ -103,6 +111,15 @@ class Shelf:
                 self._miss(key)
             else:
                 call.hand_to(hooks)
+
+    def _send(self) -> None:
+        """Hand over what is to live elsewhere; it leaves as soon as nobody else holds it."""
+        self._is_packed = True
+        away = self.offloader()
+        for call in self.calls.values():
+            if call.line is not None and call.line.is_offloaded and not call.is_message:
+                call.hand_to(away.hooks)
+        away.settle()
 
     def _miss(self, key: Key) -> None:
         message = (

@@ -63,6 +63,9 @@ class Answer(Protocol):
     @property
     def is_kept(self) -> bool: ...
 
+    @property
+    def is_offloaded(self) -> bool: ...
+
 
 Decide = Callable[[Any, Operator, int, tuple[Any, ...], dict[str, Any], Any], Answer]
 """Asked of each operator after it ran: the operator, facts about it, which call of it, arguments, result."""
@@ -304,6 +307,7 @@ class ForwardWatch(_Watch):
             kept.look_inside(tensors_in(result), alias_with_version)
         kept.place, kept.inputs, kept.states = made.answer.place, made.inputs, made.states
         kept.line, kept.position = made.answer, len(self._saved)
+        self._shelf.offloads = self._shelf.offloads or made.answer.is_offloaded
         if made.operator.writes and not made.operator.fills:  # its own write shows in the version only after this
             kept.copy_out()
         if made.answer.is_written:

@@ -257,8 +257,6 @@ class SelectiveWay(Rerun):
     def _note_unwatched(self, watch: ForwardWatch | None, *, is_as_learned: bool) -> None:
         """A call that was not learned from."""
         ledger = self._ledger
-        if watch is not None and watch.proves:
-            watch.prove()  # whatever becomes of it, this execution is served what its operators gave
         if not is_as_learned:
             ledger.forget()
             return
@@ -306,6 +304,8 @@ class SelectiveWay(Rerun):
         modules = frame.around.modules
         if modules is not None and modules.moves_any(tape.tensors):
             tape.broken("it reads buffers that it updates")  # the next forward moves them on
+        if ledger.offloads:
+            tape.broken("it offloads some of what it keeps")
         if ledger.gathers:
             tape.broken("it gathers parameters that are freed again")
         if not ledger.keeps_ops:

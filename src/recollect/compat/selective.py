@@ -22,9 +22,9 @@ from recollect._core.places import Place, Places
 from recollect._core.torch_private.engine import top_hooks
 from recollect._core.torch_private.ops import op_name, packet_name
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
+from recollect._offload.offload import Offload, offload_everything
 from recollect._policy.base import CallPolicy
 from recollect._selective.kept import KeptCall
-from recollect._selective.ledger import refuse_offload
 from recollect._selective.shelf import Counter, Shelf
 from recollect._selective.watch import AgainWatch, ForwardWatch
 
@@ -74,19 +74,22 @@ class SelectiveCheckpointContext:
 class _Answer:
     """What becomes of a result."""
 
-    __slots__ = ("is_kept", "is_written", "place")
+    __slots__ = ("is_kept", "is_offloaded", "is_written", "place")
 
-    def __init__(self, *, is_kept: bool) -> None:
-        self.is_kept, self.is_written = is_kept, False
+    def __init__(self, *, is_kept: bool, is_offloaded: bool = False) -> None:
+        self.is_kept, self.is_offloaded, self.is_written = is_kept, is_offloaded, False
         self.place: Place | None = None  # looked for when an error needs it: recomputation comes by the same place
 
 
 _KEEP, _RECOMPUTE = _Answer(is_kept=True), _Answer(is_kept=False)
+_OFFLOAD = _Answer(is_kept=True, is_offloaded=True)
 _MEANINGS = {
     CheckpointPolicy.MUST_SAVE: _KEEP,
     CheckpointPolicy.PREFER_SAVE: _KEEP,
     CheckpointPolicy.MUST_RECOMPUTE: _RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: _RECOMPUTE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: _OFFLOAD,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: _OFFLOAD,
 }
 
 
@@ -107,10 +110,8 @@ class _Asker:
         elif not isinstance(answer, CheckpointPolicy):
             message = f"the policy answered {answer!r} for {operator.name}; expected a CheckpointPolicy or a bool"
             raise TypeError(message)
-        elif answer in _MEANINGS:
-            meaning = _MEANINGS[answer]
         else:
-            refuse_offload(f"the policy answered {answer.name}", operator.name)
+            meaning = _MEANINGS[answer]
         return meaning
 
 
@@ -184,6 +185,10 @@ class _Shelf(Shelf):
         self.is_complete = False
         self.ran = Counter()
         self.writers: dict[KeptCall, str] = {}
+
+    def offloader(self) -> Offload:
+        """To the host, whatever the size: what is there already is copied, as torch does."""
+        return offload_everything()
 
     def refuse(self, kept: KeptCall) -> None:
         """Raise, because a kept value was written into; where that is allowed the call is run again.
