@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from torch import nn
-
 from recollect._cli.screen import fail
 
 _OTHERS = {
@@ -112,6 +110,8 @@ def _find_function(module: ModuleType, name: str, where: str) -> Any:
 
 def _bind_arguments(function: Callable[..., Any], module: ModuleType, text: str) -> Callable[[], Any]:
     """The function without arguments; those that it needs are variables of its module: ``train_step(model, batch)``."""
+    from torch import nn  # not at import: help does not wait for torch
+
     if isinstance(function, nn.Module):
         kind = type(function).__name__
         fail(f"{text} is a model, a {kind}, without its inputs: name a function that returns (model, *inputs)")
