@@ -182,7 +182,7 @@ def test_why_a_function_is_run_again_is_said() -> None:
     region = recollect.checkpoint(lambda x: (x @ x).sin().mul_(2.0), policy=policies.save_matmuls)
     step(region, torch.ones(4, 4, requires_grad=True))
     assert str(recollect.explain(region)).endswith(
-        "\nrecomputed by running the function again without the operators that are kept; it is not replayed: it\n"
+        "\nrecomputed by running the function again without the operators that are kept; it has no program: it\n"
         "    writes into tensors in place"
     )
 

@@ -112,7 +112,7 @@ def test_what_is_kept_of_a_collective_is_explained() -> None:
     assert (kept.what, kept.by) == ("c10d.allreduce_.default", "by default: collectives")
     assert (kept.shapes, kept.bytes, kept.matched) == (((4, 4),), 64, 3)
     assert call.way.startswith(
-        "by running the function again under a dispatch mode; it is not replayed: it communicates with other processes"
+        "by running the function again under a dispatch mode; it has no program: it communicates with other processes"
     )
 
 

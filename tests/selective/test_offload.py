@@ -219,7 +219,7 @@ def test_explain_says_what_is_offloaded() -> None:
     told = " ".join(str(recollect.explain(region)).split())
     assert "offloaded by offload_products" in told
     assert "of these offloaded: 1 value, 2.00 KiB" in told
-    assert "it is not replayed: it offloads some of what it keeps" in told
+    assert "it has no program: it offloads some of what it keeps" in told
 
 
 @pytest.mark.parametrize("name", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])

@@ -217,7 +217,7 @@ def _describe_way(ledger: Ledger) -> str:
     if ledger.program is not None:
         return "by replaying what backward asks for"
     if ledger.keeps_ops:
-        why = f"; it is not replayed: {ledger.why_not_taped}" if ledger.why_not_taped else ""
+        why = f"; it has no program: {ledger.why_not_taped}" if ledger.why_not_taped else ""
         how = "under a dispatch mode" if ledger.ops is None else "without the operators that are kept"
         return f"by running the function again {how}{why}"
     way = "by running the function again" + (" without the blocks that are kept" if ledger.blocks else "")

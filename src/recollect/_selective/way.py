@@ -21,7 +21,7 @@ from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import function_mode_depth
-from recollect._core.torch_private.collectives import count_collectives
+from recollect._core.torch_private.collectives import count_collectives, process_groups
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched, without_dispatch_modes
 from recollect._core.torch_private.engine import top_hooks
 from recollect._recompute.frame import Frame, Pack, Sides
@@ -252,7 +252,9 @@ class SelectiveWay(Rerun):
         policy of its own, must see an operator before this one serves it.
         """
         saw_wrappers = watch is not None and watch.saw_wrappers
-        return self._notes.sees_names or clerk.saw_compiled or saw_wrappers or bool(getattr(frame, "nested", None))
+        if saw_wrappers or self._notes.sees_names or clerk.saw_compiled or getattr(frame, "nested", None):
+            return True
+        return bool(process_groups())  # among several processes nothing is left to what one of them has proven
 
     def _note_unwatched(self, watch: ForwardWatch | None, *, is_as_learned: bool) -> None:
         """A call that was not learned from."""
