@@ -486,7 +486,10 @@ def test_a_changed_plan_meets_no_stale_entry_in_the_caches_of_inductor_and_aotau
     ("arguments", "text"),
     [
         ({}, "partitioner takes a plan or policy, or a planner: pass one of the two"),
-        ({"plan": NOTHING, "planner": lambda _: NOTHING}, "partitioner takes a plan or policy, or a planner: give one"),
+        (
+            {"plan": NOTHING, "planner": lambda _: NOTHING},
+            "partitioner takes a plan or policy, or a planner: pass one of the two",
+        ),
         ({"plan": "matmuls"}, "expected a policy: one of recollect.policies"),
     ],
 )
@@ -499,7 +502,7 @@ def test_what_is_no_plan_is_refused(arguments: dict[str, Any], text: str) -> Non
 def test_a_budget_of_nothing_is_refused_because_torch_would_ask_no_plan() -> None:
     with (
         functorch_config.patch(activation_memory_budget=0.0),
-        pytest.raises(Exception, match="activation_memory_budget is 0: torch then keeps nothing and asks no plan"),
+        pytest.raises(Exception, match="activation_memory_budget is 0: torch keeps nothing and ignores the plan"),
     ):
         run_compiled(NOTHING, mlp(), ones(4, 8))
 

@@ -36,7 +36,7 @@ def cache_classes() -> tuple[type, ...]:
 
 
 def without_cache(
-    module: nn.Module, kinds: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module | None, kinds: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
     """The arguments of a layer, without a cache that it would fill; as they are where it does not train.
 
@@ -48,7 +48,7 @@ def without_cache(
         args: what it is called with.
         kwargs: what it is called with.
     """
-    if not (kinds and module.training and torch.is_grad_enabled()):
+    if module is None or not (kinds and module.training and torch.is_grad_enabled()):
         return args, kwargs
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kinds)]
     if not caches or any(_holds(cache, module) for cache in caches):

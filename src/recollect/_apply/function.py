@@ -131,11 +131,11 @@ def checkpoint(
     name = name or name_of(fn)
     call, checked = choices.region(name, fn).call, choices.policy
     tally, caches = choices.tally, cache_classes()
-    owner = _module_of(fn) if caches else None
+    may_cache = bool(caches) and _module_of(fn) is not None
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if owner is not None:
-            args, kwargs = without_cache(owner, caches, args, kwargs)
+        if may_cache:  # the module is looked up here: a second way to it would confuse Dynamo
+            args, kwargs = without_cache(_module_of(fn), caches, args, kwargs)
         if is_dynamo_compiling() or is_exporting():
             from recollect._apply.in_graph import call_in_graph
 

@@ -310,7 +310,7 @@ class ForwardWatch(_Watch):
         self._shelf.offloads = self._shelf.offloads or made.answer.is_offloaded
         if made.operator.writes and not made.operator.fills:  # its own write shows in the version only after this
             kept.copy_out()
-        if made.answer.is_written:
+        if made.answer.is_written and not made.operator.is_collective:  # which may not have arrived yet
             kept.copy_out()
             kept.is_written = True
         elif self.proves:
