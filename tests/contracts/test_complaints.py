@@ -6,6 +6,7 @@ Each docstring-like comment says the complaint in our words; the test shows that
 from __future__ import annotations
 
 import contextvars
+import gc
 import itertools
 import re
 import sys
@@ -777,11 +778,14 @@ def count_calls(step: Callable[[], object]) -> int:
         nonlocal count
         count += what in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # what earlier tests left behind is not to end within this step
     sys.setprofile(note)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
