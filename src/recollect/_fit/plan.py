@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 from recollect._core.errors import BudgetError
 from recollect._core.forecasts import CurvePoint, Forecast
 from recollect._core.plans import Plan
-from recollect._core.profiles import Clock, Profile
+from recollect._core.profiles import Profile
 from recollect._fit.refusal import describe_call, explain_refusal
-from recollect._fit.standard import list_standard
+from recollect._fit.work import Work, find_margin_share, find_speed, work_for
 from recollect._plan.budget import FASTEST, SMALLEST, Budget, parse_budget
-from recollect._plan.frontier import Frontier, Point, find_frontier
-from recollect._plan.problem import Problem
-from recollect._plan.solvers.bound import Bound
+from recollect._plan.frontier import Point
 from recollect._plan.solvers.highs import import_scipy
 from recollect._plan.write import take_fingerprint, write_choices, write_regions
-from recollect._profile.links import measure_copies
 
-_MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
 _FRAGMENTATION = 0.03
-_PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
 
 def plan(
@@ -74,9 +68,9 @@ def plan(
     """
     import_scipy()
     asked = parse_budget(budget, device_bytes=_find_device_bytes(profile))
-    work = _work_for(profile, None if tiers is None else _find_speed(tiers, profile, link_bytes_per_s))
+    work = work_for(profile, None if tiers is None else find_speed(tiers, profile, link_bytes_per_s))
     frontier = work.frontier(progress)
-    margin = _find_margin(profile, asked)
+    margin = int((asked.bytes or 0) * find_margin_share(profile))
     if asked.text == FASTEST:
         point = frontier.points[0]
     elif asked.text == SMALLEST:
@@ -92,79 +86,13 @@ def plan(
     return _write(work, point, asked, margin, name)
 
 
-class _Work:
-    """What is worked out of one profile, for all budgets; lives with the profile."""
-
-    def __init__(self, profile: Profile, link_bytes_per_s: float | None) -> None:
-        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s)
-        self._frontier: Frontier | None = None
-
-    def frontier(self, progress: Callable[[int, int], None] | None = None) -> Frontier:
-        """All that is worth choosing."""
-        if self._frontier is None:
-            self._frontier = find_frontier(
-                self.problem, candidates=functools.partial(list_standard, self.problem), progress=progress
-            )
-        return self._frontier
-
-    @functools.cached_property
-    def bound(self) -> Bound:
-        return Bound(self.problem)
-
-
-def _work_for(profile: Profile, link_bytes_per_s: float | None) -> _Work:
-    key = f"plan {link_bytes_per_s}"
-    work = profile.derived.get(key)
-    if not isinstance(work, _Work):
-        work = profile.derived[key] = _Work(profile, link_bytes_per_s)
-    return work
-
-
-def _find_speed(tiers: str, profile: Profile, said: float | None) -> float:
-    """How fast values go to host memory and back; the slower way counts.
-
-    Raises:
-        ValueError: there is no such tier, or the speed is none.
-    """
-    if tiers != "host":
-        message = f"tiers={tiers!r}: expected 'host', or None to send nothing away"
-        raise ValueError(message)
-    if profile.clock is Clock.HOST:
-        message = f"tiers={tiers!r}: the step runs in host memory already, and sending values there frees nothing"
-        raise ValueError(message)
-    if said is not None:
-        if said <= 0:
-            message = f"link_bytes_per_s={said!r}: expected a number above 0"
-            raise ValueError(message)
-        return said
-    known = profile.derived.get("link")
-    if not isinstance(known, float):
-        known = profile.derived["link"] = _measure_link(profile)
-    return known
-
-
-def _measure_link(profile: Profile) -> float:
-    import torch
-
-    if profile.is_dry or not torch.cuda.is_available():
-        return _PCIE_BYTES_PER_S
-    speeds = [link.bytes_per_s for link in measure_copies(torch.device("cuda")) if "pinned" in link.name]
-    return min(speeds, default=_PCIE_BYTES_PER_S)
-
-
 def _find_device_bytes(profile: Profile) -> int | None:
     if profile.capacity_bytes:
         return profile.capacity_bytes
     return profile.allocators[0].total_bytes if profile.allocators else None
 
 
-def _find_margin(profile: Profile, budget: Budget) -> int:
-    """How far to stay below a budget, for what a profile does not see."""
-    share = _MARGIN_DRY if profile.is_dry else _MARGIN_HOST if profile.clock is Clock.HOST else _MARGIN_DEVICE
-    return int((budget.bytes or 0) * share)
-
-
-def _write(work: _Work, point: Point, asked: Budget, margin: int, name: str) -> Plan:
+def _write(work: Work, point: Point, asked: Budget, margin: int, name: str) -> Plan:
     problem, frontier = work.problem, work.frontier()
     profile = problem.profile
     limit = point.peak_bytes if asked.bytes is None else asked.bytes

@@ -1,0 +1,85 @@
+"""What is worked out of one profile, whatever the budget: the step as a problem, the frontier, the bound, the link."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from recollect._core.profiles import Clock, Profile
+from recollect._fit.standard import list_standard
+from recollect._plan.frontier import Frontier, find_frontier
+from recollect._plan.problem import Problem
+from recollect._plan.solvers.bound import Bound
+from recollect._profile.links import measure_copies
+
+_MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
+_PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
+
+
+class Work:
+    """What is worked out of one profile, for all budgets; lives with the profile."""
+
+    def __init__(self, profile: Profile, link_bytes_per_s: float | None) -> None:
+        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s)
+        self._frontier: Frontier | None = None
+
+    def frontier(self, progress: Callable[[int, int], None] | None = None) -> Frontier:
+        """All that is worth choosing."""
+        if self._frontier is None:
+            self._frontier = find_frontier(
+                self.problem, candidates=functools.partial(list_standard, self.problem), progress=progress
+            )
+        return self._frontier
+
+    @functools.cached_property
+    def bound(self) -> Bound:
+        """Tells what no plan that only recomputes can beat."""
+        return Bound(self.problem)
+
+
+def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
+    """What was worked out of a profile before, or will be; without a link nothing is sent away."""
+    key = f"plan {link_bytes_per_s}"
+    work = profile.derived.get(key)
+    if not isinstance(work, Work):
+        work = profile.derived[key] = Work(profile, link_bytes_per_s)
+    return work
+
+
+def find_speed(tiers: str, profile: Profile, said: float | None) -> float:
+    """How fast values go to host memory and back; the slower way counts.
+
+    Raises:
+        ValueError: there is no such tier, or the speed is none.
+    """
+    if tiers != "host":
+        message = f"tiers={tiers!r}: expected 'host', or None to send nothing away"
+        raise ValueError(message)
+    if profile.clock is Clock.HOST:
+        message = f"tiers={tiers!r}: the step runs in host memory already, and sending values there frees nothing"
+        raise ValueError(message)
+    if said is not None:
+        if said <= 0:
+            message = f"link_bytes_per_s={said!r}: expected a number above 0"
+            raise ValueError(message)
+        return said
+    known = profile.derived.get("link")
+    if not isinstance(known, float):
+        known = profile.derived["link"] = _measure_link(profile)
+    return known
+
+
+def _measure_link(profile: Profile) -> float:
+    import torch
+
+    if profile.is_dry or not torch.cuda.is_available():
+        return _PCIE_BYTES_PER_S
+    speeds = [link.bytes_per_s for link in measure_copies(torch.device("cuda")) if "pinned" in link.name]
+    return min(speeds, default=_PCIE_BYTES_PER_S)
+
+
+def find_margin_share(profile: Profile) -> float:
+    """How far a plan stays below a budget, as a part of it: for what a profile does not see."""
+    if profile.is_dry:
+        return _MARGIN_DRY
+    return _MARGIN_HOST if profile.clock is Clock.HOST else _MARGIN_DEVICE
