@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from recollect import policies
 from recollect._core.operators import operator_of, talking
-from recollect._selective.kept import KeptCall
+from recollect._selective.kept_call import KeptCall
 
 pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
 

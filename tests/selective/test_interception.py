@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import recollect
 from recollect import Decision, Site, policies
 from recollect._core.torch_private.intercept import Interception
-from recollect._selective.notes import notes_of
+from recollect._selective.knowledge import knowledge_of
 
 MM = torch.ops.aten.mm.default
 
@@ -78,8 +78,8 @@ def test_a_flop_counter_sees_what_runs_and_breaks_nothing(pair: tuple[Ordinary, 
     else:
         y, z = plain(x).sum(), region(x).sum()
         assert flops_of(z.backward) == flops_of(y.backward)
-    (notes,) = notes_of(ours)
-    assert all(ledger.is_learned and ledger.breaks == 0 for ledger in notes.all_ledgers())
+    (knowledge,) = knowledge_of(ours)
+    assert all(decisions.is_learned and decisions.breaks == 0 for decisions in knowledge.all_decisions())
 
 
 def test_a_replayed_region_is_replayed_again_after_a_counter_looked_on() -> None:
@@ -100,8 +100,8 @@ def test_from_the_third_size_on_nothing_is_learned_and_nothing_grows(pair: tuple
     for size in range(2, 30):
         x = torch.randn(size, 8)
         assert_same(gradients(plain, plain, x, size), gradients(region, ours, x, size))
-    (notes,) = notes_of(ours)
-    assert len(notes.all_ledgers()) == 3
+    (knowledge,) = knowledge_of(ours)
+    assert len(knowledge.all_decisions()) == 3
 
 
 def test_a_policy_that_goes_by_sizes_is_asked_at_each_size() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import recollect
 from recollect import Decision, Site
 from recollect._offload.offload import Offload, make_offload
-from recollect._selective import shelf
+from recollect._selective import kept_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore:offloading to .* makes each step wait")  # such small steps do
 
@@ -31,7 +31,7 @@ OFFLOADERS: dict[str, Callable[[], Offload]] = {
 def away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Offload:
     """Where policies offload to in this test."""
     made = OFFLOADERS[request.param]()
-    monkeypatch.setattr(shelf, "offload_decided", lambda: made)
+    monkeypatch.setattr(kept_calls, "offload_decided", lambda: made)
     return made
 
 

@@ -46,7 +46,7 @@ def profile_script(path: Path, args: Sequence[str], *, step: int = 2, progress: 
     Raises:
         typer.Exit: the script ended before; said on standard error.
     """
-    watch = _Watch(step, name=path.name, progress=progress)
+    watch = _StepWatch(step, name=path.name, progress=progress)
     with watch.watching(), _as_program(path, args), _threads() as list_threads:
         try:
             runpy.run_path(str(path), run_name="__main__")
@@ -82,7 +82,7 @@ def _explain_end(path: Path, steps: int, wanted: int) -> str:
     )
 
 
-class _Watch:
+class _StepWatch:
     """Waits for a step of a script that runs, and profiles it.
 
     The optimizer's hooks count, and the first module that is called afterwards begins: what a script does between its

@@ -70,13 +70,13 @@ class _Examining(_Inlining):
         if any(isinstance(node.target, HigherOrderOperator) for node in graph.graph.nodes):
             graph.meta[_IS_PLAIN] = False  # branches, loops, more graphs: a dispatch mode has no rule for them
             return super().run_inside(graph, operands)
-        with _Watch() as watch:
+        with _PurityMode() as watch:
             result = Interpreter(graph).run(*operands)
         graph.meta[_IS_PLAIN] = graph.meta.get(_IS_PLAIN, True) and watch.is_plain
         return result
 
 
-class _Watch(TorchDispatchMode):
+class _PurityMode(TorchDispatchMode):
     """Sees whether all operators that run would come out the same if they were run again."""
 
     def __init__(self) -> None:

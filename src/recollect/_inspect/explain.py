@@ -15,11 +15,11 @@ from recollect._core.operators import operator_of
 from recollect._policy.judging import BY_DEFAULT
 from recollect._recompute.region import Region
 from recollect._report.explained import ExplainedCall, ExplainedRegion, ExplainedSite, Explanation
-from recollect._selective.ledger import Ledger, Line
-from recollect._selective.matches import count_matches
-from recollect._selective.notes import Notes, all_notes, notes_of
+from recollect._selective.decisions import DecisionLine, Decisions
+from recollect._selective.knowledge import Knowledge, all_knowledge, knowledge_of
 from recollect._selective.program import Program
 from recollect._selective.region import SelectiveRegion
+from recollect._selective.unmatched import count_matches
 
 
 def explain(target: Callable[..., Any] | Applied) -> Explanation:
@@ -67,7 +67,7 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
     if region is not None:
         return _explain_region(region)
     found = _find_in_module(target) if isinstance(target, nn.Module) else _find_in_function(target)
-    regions = [_explain_notes(notes, paths) for notes, paths in found]
+    regions = [_explain_knowledge(knowledge, paths) for knowledge, paths in found]
     ran = tuple(region for region in regions if region.calls)
     if ran:
         return Explanation(regions=ran)
@@ -93,7 +93,7 @@ def _explain_applied(handle: Applied) -> Explanation:
 
 def regions_of(model: nn.Module) -> list[ExplainedRegion]:
     """The regions of a model that ran under a policy."""
-    explained = (_explain_notes(notes, paths) for notes, paths in _find_in_module(model))
+    explained = (_explain_knowledge(knowledge, paths) for knowledge, paths in _find_in_module(model))
     return [region for region in explained if region.calls]
 
 
@@ -113,39 +113,39 @@ def _region_of(fn: Any) -> Region | None:
 def _explain_region(region: Region) -> Explanation:
     if not isinstance(region, SelectiveRegion):
         return Explanation(regions=(), note=f"region '{region.name}' has no policy: all of it is recomputed")
-    found = (_explain_notes(notes, ()) for notes in _notes_of(region))
+    found = (_explain_knowledge(knowledge, ()) for knowledge in _knowledge_of(region))
     ran = tuple(explained for explained in found if explained.calls)
     return Explanation(regions=ran, note="" if ran else _describe_not_run(region.name, repr(region.policy)))
 
 
-def _notes_of(region: SelectiveRegion) -> list[Notes]:
-    return [one for one in notes_of(region.fn) if one.region == region.name and one.given == region.policy]
+def _knowledge_of(region: SelectiveRegion) -> list[Knowledge]:
+    return [one for one in knowledge_of(region.fn) if one.region == region.name and one.given == region.policy]
 
 
 def _describe_not_run(name: str, policy: str) -> str:
     return f"region '{name}' has not run under {policy} yet"
 
 
-Found = list[tuple[Notes, tuple[str, ...]]]
+Found = list[tuple[Knowledge, tuple[str, ...]]]
 
 
 def _find_in_function(fn: Callable[..., Any]) -> Found:
     if hasattr(fn, "__wrapped__"):
         return _find_in_function(fn.__wrapped__)
-    notes = notes_of(fn)
-    if not hasattr(fn, "__code__"):  # builtins, partials and other objects share the notes of their class
-        notes = [one for one in notes if one.region == name_of(fn)]
-    return [(one, ()) for one in notes]
+    knowledge = knowledge_of(fn)
+    if not hasattr(fn, "__code__"):  # builtins, partials and other objects share the knowledge of their class
+        knowledge = [one for one in knowledge if one.region == name_of(fn)]
+    return [(one, ()) for one in knowledge]
 
 
 def _find_in_module(model: nn.Module) -> Found:
     """Regions made of its modules or of their methods, and of functions inside that use one of them."""
-    paths: defaultdict[Notes, list[str]] = defaultdict(list)
-    loose = all_notes()
+    paths: defaultdict[Knowledge, list[str]] = defaultdict(list)
+    loose = all_knowledge()
     for path, module in model.named_modules():
         decorated = [_region_of(part) for part in _methods_of(type(module))]
-        noted = [one for region in decorated if isinstance(region, SelectiveRegion) for one in _notes_of(region)]
-        noted += notes_of(module)
+        noted = [one for region in decorated if isinstance(region, SelectiveRegion) for one in _knowledge_of(region)]
+        noted += knowledge_of(module)
         noted += [one for one in loose if one.is_about([module])]
         for one in dict.fromkeys(noted):
             paths[one].append(path)
@@ -160,30 +160,30 @@ def _methods_of(kind: type[nn.Module]) -> list[Any]:
 # Reading
 
 
-def _explain_notes(notes: Notes, paths: tuple[str, ...]) -> ExplainedRegion:
+def _explain_knowledge(knowledge: Knowledge, paths: tuple[str, ...]) -> ExplainedRegion:
     calls = [
-        _explain_ledger(kind, ledger)
-        for kind, ledger in list(notes.ledgers.items())
-        if ledger.is_learned or ledger.lines or ledger.blocks
+        _explain_decisions(kind, decisions)
+        for kind, decisions in list(knowledge.by_kind.items())
+        if decisions.is_learned or decisions.lines or decisions.blocks
     ]
     calls.sort(key=lambda call: -(call.calls or 0))
-    return ExplainedRegion(name=notes.region, paths=paths, policy=repr(notes.given), calls=tuple(calls))
+    return ExplainedRegion(name=knowledge.region, paths=paths, policy=repr(knowledge.given), calls=tuple(calls))
 
 
-def _explain_ledger(kind: Any, ledger: Ledger) -> ExplainedCall:
-    lines = [line for line in ledger.lines if line.is_kept or operator_of(line.key).can_be_kept]
-    blocks = [_explain_line(line, line.matched, is_block=True) for line in list(ledger.blocks.values())]
-    counts = [count_matches(ledger, line) for line in lines]
+def _explain_decisions(kind: Any, decisions: Decisions) -> ExplainedCall:
+    lines = [line for line in decisions.lines if line.is_kept or operator_of(line.key).can_be_kept]
+    blocks = [_explain_line(line, line.matched, is_block=True) for line in list(decisions.blocks.values())]
+    counts = [count_matches(decisions, line) for line in lines]
     ops = [_explain_line(line, count, is_block=False) for line, count in zip(lines, counts, strict=True)]
     return ExplainedCall(
         arguments=_describe_kind(kind),
         sites=(*blocks, *ops),
-        way=_describe_way(ledger),
-        replayed_from=None if ledger.program is None else _count_held(ledger.program),
+        way=_describe_way(decisions),
+        replayed_from=None if decisions.program is None else _count_held(decisions.program),
     )
 
 
-def _explain_line(line: Line, matched: int, *, is_block: bool) -> ExplainedSite:
+def _explain_line(line: DecisionLine, matched: int, *, is_block: bool) -> ExplainedSite:
     sites = [site for site in line.sites if site.dtype]  # the others are no tensors
     return ExplainedSite(
         what=line.what,
@@ -213,15 +213,15 @@ def _describe_value(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
 
-def _describe_way(ledger: Ledger) -> str:
-    if ledger.program is not None:
+def _describe_way(decisions: Decisions) -> str:
+    if decisions.program is not None:
         return "by replaying what backward asks for"
-    if ledger.keeps_ops:
-        why = f"; it has no program: {ledger.why_not_taped}" if ledger.why_not_taped else ""
-        how = "under a dispatch mode" if ledger.ops is None else "without the operators that are kept"
+    if decisions.keeps_ops:
+        why = f"; it has no program: {decisions.why_no_program}" if decisions.why_no_program else ""
+        how = "under a dispatch mode" if decisions.ops is None else "without the operators that are kept"
         return f"by running the function again {how}{why}"
-    way = "by running the function again" + (" without the blocks that are kept" if ledger.blocks else "")
-    return f"{way}, which gathers parameters" if ledger.gathers else way
+    way = "by running the function again" + (" without the blocks that are kept" if decisions.blocks else "")
+    return f"{way}, which gathers parameters" if decisions.gathers else way
 
 
 def _count_held(program: Program) -> tuple[int, int]:

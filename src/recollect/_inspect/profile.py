@@ -19,7 +19,7 @@ from recollect._core.reachable import find_reachable, find_roots
 from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
-from recollect._selective.notes import notes_apart
+from recollect._selective.knowledge import learning_apart
 
 __recollect_role__ = Role.RUNNER
 _COUNTERS: tuple[type, ...] = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -119,7 +119,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         message = f"{name_of(step_or_model)} is on meta, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
-        with notes_apart():
+        with learning_apart():
             profiler = make(optimizers, inputs=values)
             run = called.bind(profiler, inputs, given)
             counters: list[object] = []
@@ -132,7 +132,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
 
     asked = find_device(here if device is None else device)
     with (
-        notes_apart(),
+        learning_apart(),
         dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes,
     ):
         inputs, given = fakes.values

@@ -29,7 +29,7 @@ from recollect._profile.timing import NoTimer, Span, timer_for
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
 from recollect._recompute.rng import Source, put_back
-from recollect._selective.notes import all_notes
+from recollect._selective.knowledge import all_knowledge
 from recollect._selective.replay import replay_here
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class StepProfiler:
                 self._snapshot.note_object(counter)
         with self._opened():
             self._watch(step)
-            if all_notes():
+            if all_knowledge():
                 for _ in range(_REHEARSALS):
                     self._rewind()
                     with self._leaving_optimizers():

@@ -13,7 +13,7 @@ from recollect._core.patterns import compile_pattern, nearest_paths, plain_path,
 from recollect._policy.base import Policy, Verdict
 
 
-class Place(Policy):
+class PlacePolicy(Policy):
     """A policy over what has a name of its own, so that single operators need not be looked at."""
 
     @property
@@ -23,7 +23,7 @@ class Place(Policy):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveNames(Place):
+class SaveNames(PlacePolicy):
     """Saves named blocks and values."""
 
     patterns: tuple[str, ...]
@@ -46,7 +46,7 @@ class SaveNames(Place):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveModules(Place):
+class SaveModules(PlacePolicy):
     """Saves what modules give, by their paths or classes."""
 
     patterns: tuple[str | type[nn.Module], ...]

@@ -67,7 +67,7 @@ class LiveBytes:
         self._tally.note(outputs=[found for tensor in _tensors_of(what) for found in storages_of(tensor)], inputs=())
 
     def __enter__(self) -> Self:
-        watch = _Watch(self._tally)
+        watch = _TallyMode(self._tally)
         watch.__enter__()
         self._entered.watches.append(watch)
         return self
@@ -200,7 +200,7 @@ class _Tally:
         self.total_peak = max(sum(self.live.values()), self.total_peak)
 
 
-class _Watch(DispatchMode):
+class _TallyMode(DispatchMode):
     """Tells a tally of every operator."""
 
     looks_beneath = True
@@ -223,7 +223,7 @@ class _Entered(threading.local):
     """The watches this thread has entered and not left, innermost last."""
 
     def __init__(self) -> None:
-        self.watches: list[_Watch] = []
+        self.watches: list[_TallyMode] = []
 
 
 def _tensors_of(what: Tensor | nn.Module | Iterable[Tensor | nn.Module]) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ BEFORE = -1
 """The call number of what was there before the first call."""
 
 
-class Entry:
+class StorageLife:
     """A storage between two changes of its size.
 
     Attributes:
@@ -51,7 +51,7 @@ class StorageLog:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[StorageLife] = []
         self._tracked: dict[int, _Tracked] = {}
         self._freed: deque[_Tracked] = deque()
         self._resized: dict[int, _Tracked] = {}
@@ -83,7 +83,7 @@ class StorageLog:
         tracked = _Tracked(storage, self._freed.append)
         tracked.key, tracked.number = id(storage), len(self.entries)
         self._tracked[tracked.key] = tracked
-        self.entries.append(Entry(storage.nbytes(), device, made_at, is_given=is_given))
+        self.entries.append(StorageLife(storage.nbytes(), device, made_at, is_given=is_given))
         return tracked.number
 
     def _measure(self, tracked: _Tracked, storage: torch.UntypedStorage, call: int) -> None:
@@ -94,7 +94,7 @@ class StorageLog:
             return
         entry.freed_at = max(call, 0)
         tracked.number = len(self.entries)
-        self.entries.append(Entry(nbytes, entry.device, max(call, 0), is_given=entry.is_given))
+        self.entries.append(StorageLife(nbytes, entry.device, max(call, 0), is_given=entry.is_given))
         self._resized[tracked.key] = tracked
 
     def find_same(self, storage: torch.UntypedStorage) -> int | None:

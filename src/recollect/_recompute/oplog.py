@@ -20,7 +20,7 @@ _IGNORED = frozenset({"aten.detach", "aten.lift_fresh"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LoggedCall:
     """One operator call."""
 
     op: str
@@ -58,7 +58,7 @@ class OpLog(DispatchMode):
     def __init__(self, root: str) -> None:
         super().__init__()
         self._places = Places(root)
-        self.entries: list[Entry] = []
+        self.entries: list[LoggedCall] = []
         self.saved: list[tuple[int, str]] = []
         self._unplaced: list[tuple[int, Tensor]] = []
         self._last_made: list[int] = []
@@ -78,7 +78,7 @@ class OpLog(DispatchMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._last_made = [id(tensor) for tensor in made]
         self.entries.append(
-            Entry(
+            LoggedCall(
                 op=name,
                 inputs=", ".join(describe_tensor(tensor) for tensor in tensors),
                 place=place,
@@ -146,7 +146,7 @@ def compare_logs(forward: OpLog, again: OpLog) -> str:
     return "\n".join(lines)
 
 
-def _cell(log: list[Entry], index: int) -> str:
+def _cell(log: list[LoggedCall], index: int) -> str:
     if index >= len(log):
         return "-"
     entry = log[index]

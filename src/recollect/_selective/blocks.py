@@ -22,13 +22,13 @@ from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hook
 from recollect._recompute.hooks import StopRecomputation, same
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.rng import Source
-from recollect._selective.follow import Take
-from recollect._selective.kept import Hooks, KeptCall, States, moved_states, read_states, sources_of
-from recollect._selective.ledger import Ledger, Line, bytes_of
-from recollect._selective.shelf import Counter, Shelf
-from recollect._selective.tape import Tape
-from recollect._selective.taps import Tap, close_taps, open_taps, tap_function, tap_module
-from recollect._selective.watch import AgainWatch, ChoiceWatch, ForwardWatch
+from recollect._selective.block_calls import SeenCalls, begin_seeing, calls_of_function, calls_of_module, end_seeing
+from recollect._selective.decisions import DecisionLine, Decisions, bytes_of
+from recollect._selective.following import Following
+from recollect._selective.kept_call import Hooks, KeptCall, States, moved_states, read_states, sources_of
+from recollect._selective.kept_calls import Counter, KeptCalls
+from recollect._selective.operator_modes import ChoiceMode, KeepingMode, ServingMode
+from recollect._selective.recording import Recording
 
 Block = tuple[str, str]
 """What kind of block it is, and its path or name."""
@@ -38,86 +38,86 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device,
 
 
 class Wanted:
-    """The blocks that a policy wants whole in one region: modules by identity, and taps to see their calls."""
+    """The blocks that a policy wants whole in one region: modules by identity, and what sees their calls."""
 
-    __slots__ = ("modules", "taps")
+    __slots__ = ("modules", "seen")
 
     def __init__(self, modules: list[tuple[nn.Module, str, str]], functions: Sequence[type]) -> None:
         self.modules = {id(module): (("module", path), by) for module, path, by in modules}
-        self.taps: list[Tap] = [tap_module(module) for module, _, _ in modules]
-        self.taps += [tap_function(function) for function in functions]
+        self.seen: list[SeenCalls] = [calls_of_module(module) for module, _, _ in modules]
+        self.seen += [calls_of_function(function) for function in functions]
 
 
 class _Side:
     """What forward and recomputation have in common: the watcher of one run of the function."""
 
-    __slots__ = ("_counter", "_is_inside", "_tokens", "_wanted", "shelf")
+    __slots__ = ("_counter", "_is_inside", "_tokens", "_wanted", "kept_calls")
 
-    def __init__(self, shelf: Shelf, wanted: Wanted) -> None:
-        self.shelf, self._wanted = shelf, wanted
+    def __init__(self, kept_calls: KeptCalls, wanted: Wanted) -> None:
+        self.kept_calls, self._wanted = kept_calls, wanted
         self._counter = Counter()
         self._is_inside = False
         self._tokens: list[Token[Watcher | None]] = []
 
     def _begin(self, own: Watcher) -> None:
         self._counter = Counter()
-        open_taps(self._wanted.taps)
+        begin_seeing(self._wanted.seen)
         self._tokens.append(watcher.set(own))
 
     def _end(self) -> None:
         watcher.reset(self._tokens.pop())
-        close_taps(self._wanted.taps)
+        end_seeing(self._wanted.seen)
 
 
 class Forward(_Side):
-    """Around forward: runs blocks, keeps their results, and lets the watch see the operators outside of them."""
+    """Around forward: runs blocks, keeps their results, and lets the mode see the operators outside of them."""
 
     __slots__ = (
         "_around",
+        "_decisions",
         "_generators",
         "_hooks",
         "_is_plain",
-        "_ledger",
         "_modules",
         "_reads_states",
+        "mode",
         "recorder",
         "scopes",
-        "watch",
     )
 
     def __init__(
         self,
-        shelf: Shelf,
+        kept_calls: KeptCalls,
         wanted: Wanted,
-        ledger: Ledger,
+        decisions: Decisions,
         *,
-        watch: ForwardWatch | None,
-        recorder: Tape | Take | None,
+        mode: KeepingMode | None,
+        recorder: Recording | Following | None,
         scopes: list[str],
         generators: Sequence[Source] = (),
         modules: ModuleState | None = None,
     ) -> None:
-        super().__init__(shelf, wanted)
-        self._ledger, self.watch, self.recorder, self.scopes = ledger, watch, recorder, scopes
+        super().__init__(kept_calls, wanted)
+        self._decisions, self.mode, self.recorder, self.scopes = decisions, mode, recorder, scopes
         # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.
         self._around = top_hooks(True)  # noqa: FBT003
-        self._reads_states = ledger.draws is not False
+        self._reads_states = decisions.draws is not False
         self._generators, self._modules = generators, modules
         self._hooks: Hooks | None = None
 
     def __enter__(self) -> Self:
         self._hooks = top_hooks(True)  # noqa: FBT003
         self._is_plain = (
-            self.watch is None
+            self.mode is None
             and self.recorder is None
             and not self._reads_states
             and (self._modules is None or self._modules.is_stateless)
-            and self.shelf.pins is None
-            and not self._ledger.has_backward
+            and self.kept_calls.inside is None
+            and not self._decisions.has_backward
         )
         self._begin(self)
-        if self.watch is not None:
-            self.watch.__enter__()
+        if self.mode is not None:
+            self.mode.__enter__()
         if self.recorder is not None:
             self.recorder.__enter__()
         return self
@@ -128,15 +128,15 @@ class Forward(_Side):
         try:
             if self.recorder is not None:
                 self.recorder.__exit__(kind, error, trace)
-            if self.watch is not None:
-                self.watch.__exit__(kind, error, trace)
+            if self.mode is not None:
+                self.mode.__exit__(kind, error, trace)
         finally:
             self._end()
             self._hooks = None  # which lead to the frame
         if error is None:
-            if self.watch is not None:
-                self.watch.prove()  # whatever becomes of it, this execution is served what its operators gave
-            self.shelf.settle(self._around)
+            if self.mode is not None:
+                self.mode.prove()  # whatever becomes of it, this execution is served what its operators gave
+            self.kept_calls.settle(self._around)
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -151,7 +151,7 @@ class Forward(_Side):
         """Run a named block; keep its result if the policy wants it."""
         if self._is_inside:
             return fn(*args, **kwargs)
-        by = self._ledger.rule_for(name)
+        by = self._decisions.rule_for(name)
         if by is not None:
             return self._keep(("region", name), by, fn, args, kwargs)
         self.scopes.append(name)
@@ -165,41 +165,41 @@ class Forward(_Side):
     ) -> Any:
         """Run a custom Function; keep its result if the policy wants it."""
         name = function.__name__
-        found = None if self._is_inside else self._ledger.rule_for_function(name, self._counter.next(function))
+        found = None if self._is_inside else self._decisions.rule_for_function(name, self._counter.next(function))
         if found is None:
             return call(*args, **kwargs)
         key = ("Function", name)
-        if key not in self._ledger.blocks:
-            self._ledger.add_block(key, found.by, found.decision)
+        if key not in self._decisions.blocks:
+            self._decisions.add_block(key, found.by, found.decision)
         return self._keep(key, found.by, call, args, kwargs)
 
     def see_named(self, name: str, value: Any) -> None:
         """Keep a value that was given a name, if the policy wants it."""
-        by = None if self._is_inside or not isinstance(value, Tensor) else self._ledger.rule_for(name)
+        by = None if self._is_inside or not isinstance(value, Tensor) else self._decisions.rule_for(name)
         if by is None:
             return
-        if self.watch is None:
-            self._ledger.is_stale = self._ledger.is_stale or name not in self._ledger.named
+        if self.mode is None:
+            self._decisions.is_stale = self._decisions.is_stale or name not in self._decisions.named
             return
-        self._ledger.named.add(name)
+        self._decisions.named.add(name)
         with without_function_modes():
-            line = self.watch.keep_maker(value)
-        if isinstance(line, Line):
+            line = self.mode.keep_maker(value)
+        if isinstance(line, DecisionLine):
             line.decision, line.by = Decision.SAVE, f"{by}: '{name}'"
 
     def _keep(
         self, key: Block, by: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        ledger = self._ledger
-        line = ledger.blocks.get(key)
+        decisions = self._decisions
+        line = decisions.blocks.get(key)
         if line is None:
-            line = ledger.add_block(key, by)
+            line = decisions.add_block(key, by)
         number = self._counter.next(key)
         if self._is_plain and not (kwargs or line.is_written or line.is_impure):
             return self._keep_plainly(key, number, line, call, args)
         given = tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args)
         versions = [tensor._version for tensor in given]  # noqa: SLF001
-        watched = self.watch is not None or self.recorder is not None
+        watched = self.mode is not None or self.recorder is not None
         self._is_inside = True
         if watched:
             self._pause(given)
@@ -223,16 +223,16 @@ class Forward(_Side):
             self._is_inside = False
             if watched:
                 self._resume(line)
-        if line.is_impure or ledger.has_backward:
+        if line.is_impure or decisions.has_backward:
             kept.must_rerun = True
         kept.line = line
-        self.shelf.calls[key, number] = kept
-        self.shelf.offloads = self.shelf.offloads or line.is_offloaded
+        self.kept_calls.calls[key, number] = kept
+        self.kept_calls.offloads = self.kept_calls.offloads or line.is_offloaded
         line.matched += 1
         return result
 
     def _keep_plainly(
-        self, key: Block, number: int, line: Line, call: Callable[..., Any], args: tuple[Any, ...]
+        self, key: Block, number: int, line: DecisionLine, call: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         """The same where nothing is watched, and no generator or module state is to be looked after. Written out."""
         given = tensors_in(*args)
@@ -250,30 +250,30 @@ class Forward(_Side):
                 push_hooks(*hooks)
             self._is_inside = False
         line.matched += 1
-        if (key, number) in self._ledger.unneeded:
+        if (key, number) in self._decisions.unneeded:
             return result
         kept = self._kept(line, result)
         kept.line = line
         if versions != [tensor._version for tensor in given]:  # noqa: SLF001
             kept.must_rerun = True  # it writes into what it is given, where others may look
-        self.shelf.calls[key, number] = kept
-        self.shelf.offloads = self.shelf.offloads or line.is_offloaded
+        self.kept_calls.calls[key, number] = kept
+        self.kept_calls.offloads = self.kept_calls.offloads or line.is_offloaded
         return result
 
     def _is_needed(self, key: tuple[Block, int]) -> bool:
-        pins = self.shelf.pins
-        if pins is not None and pins.keys is not None:
-            return key in pins.keys
-        return key not in self._ledger.unneeded
+        inside = self.kept_calls.inside
+        if inside is not None and inside.keys is not None:
+            return key in inside.keys
+        return key not in self._decisions.unneeded
 
     def _pause(self, given: list[Tensor]) -> None:
-        if self.watch is not None:
-            self.watch.begin_block(given)
+        if self.mode is not None:
+            self.mode.begin_block(given)
         if self.recorder is not None:
             self.recorder.is_paused = True
 
-    def _resume(self, line: Line) -> None:
-        if self.watch is not None and self.watch.end_block():
+    def _resume(self, line: DecisionLine) -> None:
+        if self.mode is not None and self.mode.end_block():
             line.is_impure = True
         if self.recorder is not None:
             self.recorder.is_paused = False
@@ -292,7 +292,7 @@ class Forward(_Side):
         finally:
             push_hooks(*hooks)
 
-    def _kept(self, line: Line, result: Any) -> KeptCall:
+    def _kept(self, line: DecisionLine, result: Any) -> KeptCall:
         if type(result) is Tensor:
             kept = KeptCall(line.what, [result.detach()], None)
             if result.requires_grad:
@@ -300,7 +300,7 @@ class Forward(_Side):
         else:
             kept = KeptCall.of(line.what, result, Tensor.detach)
             kept.look_inside(tensors_in(result), Tensor.detach)
-            kept.require_grad(kept.flags_of(result, self._ledger.region, _PLAIN))
+            kept.require_grad(kept.flags_of(result, self._decisions.region, _PLAIN))
         if not line.bytes:
             line.bytes = sum(map(bytes_of, tensors_in(result)))
         if line.is_written:
@@ -312,42 +312,48 @@ class Forward(_Side):
 class Again(_Side):
     """Around recomputation: gives the results of blocks and operators that forward kept."""
 
-    __slots__ = ("_ledger", "has_served", "knows_states", "watch")
+    __slots__ = ("_decisions", "has_served", "knows_states", "mode")
 
-    def __init__(self, shelf: Shelf, wanted: Wanted, ledger: Ledger, *, watch: AgainWatch | ChoiceWatch | None) -> None:
-        super().__init__(shelf, wanted)
-        self._ledger, self.watch = ledger, watch
+    def __init__(
+        self, kept_calls: KeptCalls, wanted: Wanted, decisions: Decisions, *, mode: ServingMode | ChoiceMode | None
+    ) -> None:
+        super().__init__(kept_calls, wanted)
+        self._decisions, self.mode = decisions, mode
         self.knows_states = True
         self.has_served = False
 
     def serve_nothing(self) -> None:
         """Kept operators do not fit: from now on they run again."""
-        self.watch = None
+        self.mode = None
 
     def held(self) -> list[Tensor]:
         """What is kept."""
-        return [tensor for call in self.shelf.calls.values() for tensor in call.tensors]
+        return [tensor for call in self.kept_calls.calls.values() for tensor in call.tensors]
 
     def __enter__(self) -> Self:
-        if self.watch is None:
-            self.shelf.unpack()
+        if self.mode is None:
+            self.kept_calls.unpack()
         self._begin(self)
-        if self.watch is not None:
-            self.watch.__enter__()
+        if self.mode is not None:
+            self.mode.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.watch is not None:
-                self.watch.__exit__(kind, error, trace)
+            if self.mode is not None:
+                self.mode.__exit__(kind, error, trace)
         finally:
             self._end()
-            self.shelf.let_go()
-        if self.shelf.calls and is_last_recomputation() and (error is None or isinstance(error, StopRecomputation)):
+            self.kept_calls.let_go()
+        if (
+            self.kept_calls.calls
+            and is_last_recomputation()
+            and (error is None or isinstance(error, StopRecomputation))
+        ):
             # It stopped before it came there: so it will the next time.
-            self._ledger.unneeded.update(key for key in self.shelf.calls if key[0] in self._ledger.blocks)
+            self._decisions.unneeded.update(key for key in self.kept_calls.calls if key[0] in self._decisions.blocks)
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -360,7 +366,7 @@ class Again(_Side):
 
     def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what was kept of a named block."""
-        if self._is_inside or self._ledger.rule_for(name) is None:
+        if self._is_inside or self._decisions.rule_for(name) is None:
             return fn(*args, **kwargs)
         return self._serve(("region", name), fn, args, kwargs)
 
@@ -369,7 +375,7 @@ class Again(_Side):
     ) -> Any:
         """Give what was kept of a custom Function."""
         name = function.__name__
-        if self._is_inside or self._ledger.rule_for_function(name, self._counter.next(function)) is None:
+        if self._is_inside or self._decisions.rule_for_function(name, self._counter.next(function)) is None:
             return call(*args, **kwargs)
         return self._serve(("Function", name), call, args, kwargs)
 
@@ -378,22 +384,22 @@ class Again(_Side):
 
     def _serve(self, key: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._counter.next(key)
-        kept = self.shelf.take((key, number))
+        kept = self.kept_calls.take((key, number))
         if kept is not None and self.knows_states and not kept.must_rerun:
             if not kept.is_changed:
                 self.has_served = True
                 return kept.serve(is_last=is_last_recomputation())
-            self._ledger.blocks[key].is_written = True  # from the next call on, a copy is kept
-        self._ledger.unneeded.discard((key, number))
-        watch = self.watch
+            self._decisions.blocks[key].is_written = True  # from the next call on, a copy is kept
+        self._decisions.unneeded.discard((key, number))
+        mode = self.mode
         self._is_inside = True
-        if watch is not None:
-            watch.is_paused = True
+        if mode is not None:
+            mode.is_paused = True
         push_hooks(same, same)  # what it saves belongs to nobody: its graph is not used
         try:
             return call(*args, **kwargs)
         finally:
             pop_hooks()
             self._is_inside = False
-            if watch is not None:
-                watch.is_paused = False
+            if mode is not None:
+                mode.is_paused = False

@@ -14,7 +14,7 @@ from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.region import Region
-from recollect._selective.notes import Kind, Notes, are_apart, find_notes
+from recollect._selective.knowledge import Kind, Knowledge, are_apart, find_knowledge
 from recollect._selective.way import SelectiveWay
 
 __recollect_role__ = Role.REGION
@@ -23,12 +23,12 @@ __recollect_role__ = Role.REGION
 class SelectiveRegion(Region):
     """A region whose policy keeps some of its values."""
 
-    __slots__ = ("_notes", "policy")
+    __slots__ = ("_knowledge", "policy")
 
     def __init__(self, name: str, fn: Callable[..., Any], options: Options, policy: Policy) -> None:
         super().__init__(name, fn, options)
         self.policy = policy
-        self._notes: Notes | None = None
+        self._knowledge: Knowledge | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a region under the policy; with grad mode off it is a plain call.
@@ -46,22 +46,22 @@ class SelectiveRegion(Region):
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         """Begin an execution under the policy."""
-        notes = self._find_notes()
-        way = SelectiveWay(notes, notes.ledger(_kind_of(self.fn, args, kwargs)))
+        knowledge = self._find_knowledge()
+        way = SelectiveWay(knowledge, knowledge.decisions_for(_kind_of(self.fn, args, kwargs)))
         frame = Frame(self.name, self.fn, self.options, way, self.memory)
         frame.enter(args, kwargs)
         return frame
 
-    def _find_notes(self) -> Notes:
+    def _find_knowledge(self) -> Knowledge:
         roots, _ = find_modules(self.fn, ())
         if are_apart():
-            return find_notes(self.name, self.fn, self.policy, roots)
-        notes = self._notes
-        if notes is not None and notes.is_about(roots):
-            return notes
-        notes = find_notes(self.name, self.fn, self.policy, roots)
-        self._notes = notes
-        return notes
+            return find_knowledge(self.name, self.fn, self.policy, roots)
+        knowledge = self._knowledge
+        if knowledge is not None and knowledge.is_about(roots):
+            return knowledge
+        knowledge = find_knowledge(self.name, self.fn, self.policy, roots)
+        self._knowledge = knowledge
+        return knowledge
 
 
 def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:

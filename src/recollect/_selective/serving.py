@@ -1,8 +1,8 @@
 """Keeps single operators at the least cost: in forward their results, which recomputation is given in their place.
 
 For what is plain: operators that neither draw nor write, called with grad mode on, in a region that stands alone and
-keeps nothing else. Only those operators are intercepted; everything else runs as if nobody looked on. `watch.py` does
-the same for whatever is not plain.
+keeps nothing else. Only those operators are intercepted; everything else runs as if nobody looked on.
+`operator_modes.py` does the same for whatever is not plain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth, quick_alias
 from recollect._core.torch_private.intercept import Interception
 from recollect._recompute.hooks import StopRecomputation
-from recollect._selective.shelf import Slipped
+from recollect._selective.kept_calls import Slipped
 
 Wanted = dict[Any, frozenset[int]]
 """By operator: which of its calls are kept."""

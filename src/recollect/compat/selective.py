@@ -24,9 +24,9 @@ from recollect._core.torch_private.ops import op_name, packet_name
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
 from recollect._offload.offload import Offload, offload_everything
 from recollect._policy.base import CallPolicy
-from recollect._selective.kept import KeptCall
-from recollect._selective.shelf import Counter, Shelf
-from recollect._selective.watch import AgainWatch, ForwardWatch
+from recollect._selective.kept_call import KeptCall
+from recollect._selective.kept_calls import Counter, KeptCalls
+from recollect._selective.operator_modes import KeepingMode, ServingMode
 
 _aten, _profiler = torch.ops.aten, torch.ops.profiler
 
@@ -149,8 +149,8 @@ def create_selective_checkpoint_contexts(
     else:
         message = f"expected a list of operators or a policy function, not {policy_fn_or_list!r}"
         raise TypeError(message)
-    shelf = _Shelf(may_write=bool(allow_cache_entry_mutation))
-    return _Forward(shelf, policy), _Again(shelf)
+    kept_calls = _KeptCalls(may_write=bool(allow_cache_entry_mutation))
+    return _Forward(kept_calls, policy), _Again(kept_calls)
 
 
 def _policy_of(ops: list[Any]) -> Policy:
@@ -174,7 +174,7 @@ def _policy_of(ops: list[Any]) -> Policy:
     return keep_listed
 
 
-class _Shelf(Shelf):
+class _KeptCalls(KeptCalls):
     """What forward tells recomputation: what was kept, how often each operator ran, who wrote into a kept value."""
 
     __slots__ = ("is_complete", "may_write", "ran", "writers")
@@ -226,16 +226,16 @@ class _InGraph(CallPolicy):
         return answer
 
 
-class _Forward(ForwardWatch):
+class _Forward(KeepingMode):
     """Around forward: asks the policy, and keeps."""
 
-    _shelf: _Shelf
+    _kept_calls: _KeptCalls
     policy_in_graph: CallPolicy
 
-    def __init__(self, shelf: _Shelf, policy: Policy) -> None:
-        super().__init__(shelf, _Asker(policy).ask)
+    def __init__(self, kept_calls: _KeptCalls, policy: Policy) -> None:
+        super().__init__(kept_calls, _Asker(policy).ask)
         self.policy_in_graph = _InGraph(policy)
-        self._counter = shelf.ran
+        self._counter = kept_calls.ran
         self._was_entered = False
         # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.
         self._around = top_hooks(True)
@@ -255,9 +255,9 @@ class _Forward(ForwardWatch):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc, traceback)
-        self._shelf.is_complete = True
+        self._kept_calls.is_complete = True
         if exc is None:
-            self._shelf.settle(self._around)
+            self._kept_calls.settle(self._around)
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and keep its result if the policy says so."""
@@ -266,26 +266,26 @@ class _Forward(ForwardWatch):
         return super().meet(func, args, kwargs)
 
     def _meet_write(self, kept: KeptCall, operator: Operator) -> None:
-        if self._shelf.may_write:
+        if self._kept_calls.may_write:
             super()._meet_write(kept, operator)
         else:
             kept.must_rerun = True  # in inference mode the version would not tell
-            self._shelf.writers.setdefault(kept, f"{operator.name}{Places().find(2)}")
+            self._kept_calls.writers.setdefault(kept, f"{operator.name}{Places().find(2)}")
 
 
-class _Again(AgainWatch):
+class _Again(ServingMode):
     """Around each recomputation: gives what was kept."""
 
-    _shelf: _Shelf
+    _kept_calls: _KeptCalls
 
-    def __init__(self, shelf: _Shelf) -> None:
-        super().__init__(shelf, refuse=shelf.refuse)
+    def __init__(self, kept_calls: _KeptCalls) -> None:
+        super().__init__(kept_calls, refuse=kept_calls.refuse)
 
     def __enter__(self) -> Self:
         """A recomputation starts: count from the beginning, as far as forward came."""
         entered = super().__enter__()
-        if self._shelf.is_complete:  # not in a backward inside the function
-            self._counter = _Limited(self._shelf)
+        if self._kept_calls.is_complete:  # not in a backward inside the function
+            self._counter = _Limited(self._kept_calls)
         return entered
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,22 +298,22 @@ class _Again(AgainWatch):
 class _Limited(Counter):
     """Numbers the calls of a recomputation, and refuses those that forward did not make."""
 
-    __slots__ = ("_shelf",)
+    __slots__ = ("_kept_calls",)
 
-    def __init__(self, shelf: _Shelf) -> None:
+    def __init__(self, kept_calls: _KeptCalls) -> None:
         super().__init__()
-        self._shelf = shelf
+        self._kept_calls = kept_calls
 
     def next(self, what: Any) -> int:
         number = super().next(what)
-        if number >= self._shelf.ran.count(what):
+        if number >= self._kept_calls.ran.count(what):
             self._refuse(what, number)
         return number
 
     def _refuse(self, what: Any, number: int) -> NoReturn:
         func, _is_tracked = what
         message = (
-            f"region '{self._shelf.region}': recomputation calls {operator_of(func).name}{Places().find(3)}, more "
+            f"region '{self._kept_calls.region}': recomputation calls {operator_of(func).name}{Places().find(3)}, more "
             f"than the {number} times that forward did.\n"
             "The function took a different path than in forward: it read something that changed in between.\n"
             "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."

@@ -241,7 +241,7 @@ class _Sums:
         return bytes_by_kind
 
 
-class _Entry:
+class _HeldStorage:
     """One storage that graphs hold."""
 
     __slots__ = ("bytes", "holders", "is_given", "made", "tensors")
@@ -257,7 +257,7 @@ class _Saved:
     """The storages that graphs hold, parameters and the like left out."""
 
     def __init__(self, graph: Graph, sums: _Sums, *, data: set[int]) -> None:
-        self.entries: dict[int, _Entry] = {}
+        self.entries: dict[int, _HeldStorage] = {}
         self.unplaced_bytes = 0
         self._nodes = graph.nodes
         self._chains: dict[int, frozenset[int]] = {}
@@ -266,13 +266,13 @@ class _Saved:
                 for storage, device in _storages(tensor):
                     size = sums.take(storage, device)
                     if size:
-                        self.entries[id(storage)] = _Entry(size)
+                        self.entries[id(storage)] = _HeldStorage(size)
                     entry = self.entries.get(id(storage))
                     if entry is not None:
                         self._note(entry, node, tensor, is_data=id(storage) in data)
 
     @staticmethod
-    def _note(entry: _Entry, node: Node, tensor: Tensor, *, is_data: bool) -> None:
+    def _note(entry: _HeldStorage, node: Node, tensor: Tensor, *, is_data: bool) -> None:
         entry.holders.append(node.made)
         base = tensor if tensor._base is None else tensor._base  # noqa: SLF001
         if base.grad_fn is not None:

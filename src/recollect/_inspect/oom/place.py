@@ -23,7 +23,7 @@ _OPTIMIZERS = str(PurePath(inspect.getfile(Optimizer)).parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ErrorPlace:
     """Where an exception was raised."""
 
     phase: Phase
@@ -37,7 +37,7 @@ class Place:
     """Whether that is certain; else it is the last node that was not freed."""
 
 
-def find_place(trace: TracebackType | None) -> Place:
+def find_place(trace: TracebackType | None) -> ErrorPlace:
     """Where the exception of a traceback was raised. Reads no variable of the user's frames."""
     phase, node = Phase.FORWARD, None
     failed: FailedPass | None = None
@@ -53,7 +53,7 @@ def find_place(trace: TracebackType | None) -> Place:
     if phase is Phase.BACKWARD and node is None and failed is not None:
         node = _last_unfreed(failed)
     stack = tuple(reversed(lines[-_MOST_LINES:]))
-    return Place(
+    return ErrorPlace(
         phase=phase,
         line=stack[0].partition(" in ")[0] if stack else "",
         stack=stack,

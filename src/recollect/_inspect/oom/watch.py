@@ -24,7 +24,7 @@ from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._inspect.oom.alive import Alive, find_alive
 from recollect._inspect.oom.error import Shortage, read_shortage
 from recollect._inspect.oom.judged import Judgement, judge
-from recollect._inspect.oom.place import Place, find_place
+from recollect._inspect.oom.place import ErrorPlace, find_place
 from recollect._inspect.oom.remedies import Remedy, find_remedies
 from recollect._inspect.oom.text import format_report
 from recollect._profile.tracks import Tracks
@@ -362,7 +362,7 @@ def _judge(alive: Alive, shortage: Shortage, tracks: Tracks) -> tuple[Judgement 
     return judgement, ""
 
 
-def _find_notes(alive: Alive, place: Place) -> Iterator[str]:
+def _find_notes(alive: Alive, place: ErrorPlace) -> Iterator[str]:
     """What a reader has to know to judge the numbers."""
     if place.phase is Phase.OPTIMIZER:
         yield (

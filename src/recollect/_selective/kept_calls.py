@@ -8,8 +8,8 @@ from recollect._core.errors import MismatchError
 from recollect._core.scope import is_last_recomputation
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload, offload_decided
-from recollect._selective.kept import Hooks, KeptCall
-from recollect._selective.pins import Pins
+from recollect._selective.kept_call import Hooks, KeptCall
+from recollect._selective.nested import KeptInside
 
 Key = tuple[Any, ...]
 """An operator or block, and which call of it.
@@ -44,7 +44,7 @@ class Tally:
     """How many operators were kept, as a check: recomputation must be served as many, at each saved tensor.
 
     Else forward ran kept operators that recomputation does not run, a warm-up or the filling of a cache, and from there
-    on each call would be given the result of another one. Apart from the shelf, because the hooks of forward count
+    on each call would be given the result of another one. Apart from the kept_calls, because the hooks of forward count
     here, and the graph keeps them.
 
     Attributes:
@@ -72,19 +72,19 @@ class Tally:
         raise Slipped(message)
 
 
-class Shelf:
+class KeptCalls:
     """What one execution of a region keeps; filled by forward, read by its recomputations.
 
     Attributes:
-        pins: inside another region: what is handed to it.
+        inside: inside another region: what is handed to it.
         tally: how many operators were kept.
         offloads: whether some of it is to live elsewhere.
     """
 
-    __slots__ = ("_is_packed", "calls", "offloads", "pins", "region", "tally")
+    __slots__ = ("_is_packed", "calls", "inside", "offloads", "region", "tally")
 
-    def __init__(self, region: str, pins: Pins | None = None) -> None:
-        self.region, self.pins = region, pins
+    def __init__(self, region: str, inside: KeptInside | None = None) -> None:
+        self.region, self.inside = region, inside
         self.calls: dict[Key, KeptCall] = {}
         self.tally = Tally()
         self._is_packed = self.offloads = False
@@ -102,10 +102,10 @@ class Shelf:
                 self._send()
             return
         self._is_packed = True
-        pins = self.pins
-        if pins is not None and pins.keys is None:
-            pins.note(key for key, call in self.calls.items() if call.tensors)
-        for key in self.calls if pins is None or pins.keys is None else pins.keys:
+        inside = self.inside
+        if inside is not None and inside.keys is None:
+            inside.note(key for key, call in self.calls.items() if call.tensors)
+        for key in self.calls if inside is None or inside.keys is None else inside.keys:
             call = self.calls.get(key)
             if call is None:
                 self._miss(key)
@@ -142,5 +142,5 @@ class Shelf:
                 call.let_go()
 
     def take(self, key: Key) -> KeptCall | None:
-        """What was kept of a call; in the last recomputation it leaves the shelf."""
+        """What was kept of a call; in the last recomputation it is let go."""
         return self.calls.pop(key, None) if is_last_recomputation() else self.calls.get(key)

@@ -19,7 +19,7 @@ from torch import nn
 from recollect._core.places import Places
 from recollect._policy.base import Policy
 from recollect._selective.blocks import Wanted
-from recollect._selective.ledger import Ledger
+from recollect._selective.decisions import Decisions
 from recollect._selective.parameters import is_unit
 
 _MOST_KINDS = 64
@@ -44,8 +44,8 @@ class Kind(NamedTuple):
         return (self.training, *((len(w[0]), w[1]) if type(w) is tuple else w for w in self.words))
 
 
-class Notes:
-    """What is known of one function under one policy: the blocks it wants, and a ledger for each kind of call.
+class Knowledge:
+    """What is known of one function under one policy: the blocks it wants, and the decisions for each kind of call.
 
     Attributes:
         talks_at_times: it talked to other processes at a call of a kind that had not when it was learned.
@@ -58,8 +58,8 @@ class Notes:
         self.region = region
         self.talks_at_times = False
         self._roots = [ref(root) for root in roots]
-        self.ledgers: dict[Kind, Ledger] = {}
-        self._varying: dict[tuple[Any, ...], Ledger] = {}
+        self.by_kind: dict[Kind, Decisions] = {}
+        self._varying: dict[tuple[Any, ...], Decisions] = {}
         self.wanted = self._find_blocks(roots)
 
     def _find_blocks(self, roots: list[nn.Module]) -> Wanted:
@@ -93,7 +93,7 @@ class Notes:
         return frozenset(id(buffer) for module in self._modules() for buffer in module.buffers(recurse=False))
 
     def holds_compiled(self) -> bool:
-        """Whether a module of the region is compiled: it would be compiled anew for the tape's mode."""
+        """Whether a module of the region is compiled: it would be compiled anew for the recording's mode."""
         if "torch._dynamo" not in sys.modules:
             return False
         compiled = sys.modules["torch._dynamo"].OptimizedModule
@@ -117,46 +117,46 @@ class Notes:
     def note_talk(self) -> None:
         """It talks at some calls and not at others: see each call from now on, so that all ranks keep the same."""
         self.talks_at_times = True
-        for ledger in self.all_ledgers():
-            ledger.program, ledger.may_tape, ledger.why_not_taped = None, False, TALKS_AT_TIMES
+        for decisions in self.all_decisions():
+            decisions.program, decisions.may_record, decisions.why_no_program = None, False, TALKS_AT_TIMES
 
     def places(self) -> Places:
         """What finds paths relative to the region's modules."""
         return Places("", [root for weak in self._roots if (root := weak()) is not None])
 
-    def ledger(self, kind: Kind) -> Ledger:
-        """The ledger of one kind of call."""
-        found = self.ledgers.get(kind)
-        return self._new_ledger(kind) if found is None else found
+    def decisions_for(self, kind: Kind) -> Decisions:
+        """The decisions of one kind of call."""
+        found = self.by_kind.get(kind)
+        return self._new_decisions(kind) if found is None else found
 
-    def _new_ledger(self, kind: Kind) -> Ledger:
+    def _new_decisions(self, kind: Kind) -> Decisions:
         """For a size that was not met before: that of calls of any size, once there were several that differ in it."""
         form = kind.form
         if form in self._varying:
             return self._varying[form]
-        learned = [one for other, one in self.ledgers.items() if other.form == form and one.is_learned]
+        learned = [one for other, one in self.by_kind.items() if other.form == form and one.is_learned]
         if len(learned) >= _SIZES_LEARNED:
             self._varying[form] = learned[-1].vary()
             return self._varying[form]
-        if len(self.ledgers) >= _MOST_KINDS:
-            self.ledgers.clear()
+        if len(self.by_kind) >= _MOST_KINDS:
+            self.by_kind.clear()
             self._varying.clear()
-        found = self.ledgers[kind] = Ledger(region=self.region, policy=self.policy)
+        found = self.by_kind[kind] = Decisions(region=self.region, policy=self.policy)
         return found
 
-    def all_ledgers(self) -> list[Ledger]:
+    def all_decisions(self) -> list[Decisions]:
         """Of all kinds of calls."""
-        return [*self.ledgers.values(), *self._varying.values()]
+        return [*self.by_kind.values(), *self._varying.values()]
 
 
-_MOST_NOTES = 4096
-_Table = WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Notes]]
-_noted: _Table = WeakKeyDictionary()
+_MOST_KNOWN = 4096
+_Table = WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Knowledge]]
+_known: _Table = WeakKeyDictionary()
 _apart: ContextVar[_Table | None] = ContextVar("recollect_notes_apart", default=None)
 
 
 @contextmanager
-def notes_apart() -> Generator[None]:
+def learning_apart() -> Generator[None]:
     """Inside, regions called on this thread know nothing of calls before, and what they learn is gone afterwards."""
     token = _apart.set(WeakKeyDictionary())
     try:
@@ -166,17 +166,17 @@ def notes_apart() -> Generator[None]:
 
 
 def are_apart() -> bool:
-    """Whether `notes_apart` is entered here."""
+    """Whether `learning_apart` is entered here."""
     return _apart.get() is not None
 
 
 def _table() -> _Table:
     apart = _apart.get()
-    return _noted if apart is None else apart
+    return _known if apart is None else apart
 
 
 def _subject(fn: Callable[..., Any]) -> Any:
-    """What notes are kept under: the module, or the code of a function, which outlives a closure made at each call."""
+    """What it is known under: the module, or the code of a function, which outlives a closure made at each call."""
     if isinstance(fn, nn.Module):
         return fn
     owner = getattr(fn, "__self__", None)
@@ -195,32 +195,32 @@ def _codes_within(fn: Callable[..., Any]) -> Iterator[CodeType]:
                 yield code
 
 
-def find_notes(name: str, fn: Callable[..., Any], policy: Policy, roots: list[nn.Module]) -> Notes:
-    """What is known of a function under a policy; new notes where nothing is."""
+def find_knowledge(name: str, fn: Callable[..., Any], policy: Policy, roots: list[nn.Module]) -> Knowledge:
+    """What is known of a function under a policy; new knowledge where nothing is."""
     table = _table().setdefault(_subject(fn), {})
     # By identity first: a policy of many parts takes some microseconds to hash. By the modules and functions too:
     # closures made at each call share their code, not what they close over.
     owners = (*map(id, roots), *map(id, _codes_within(fn)))
-    notes = table.get((name, id(policy), owners))
-    if notes is None or notes.given is not policy:
-        notes = table.get((name, policy, owners))
-    if notes is None or not notes.is_about(roots):
-        if len(table) >= _MOST_NOTES:
+    knowledge = table.get((name, id(policy), owners))
+    if knowledge is None or knowledge.given is not policy:
+        knowledge = table.get((name, policy, owners))
+    if knowledge is None or not knowledge.is_about(roots):
+        if len(table) >= _MOST_KNOWN:
             table.clear()
-        notes = Notes(name, policy, roots)
-        table[name, policy, owners] = table[name, id(policy), owners] = notes
-    return notes
+        knowledge = Knowledge(name, policy, roots)
+        table[name, policy, owners] = table[name, id(policy), owners] = knowledge
+    return knowledge
 
 
-def notes_of(fn: Callable[..., Any]) -> list[Notes]:
+def knowledge_of(fn: Callable[..., Any]) -> list[Knowledge]:
     """All that is known of a function, under any policy."""
     found = _table().get(_subject(fn), {})
     return list(dict.fromkeys(found.values()))
 
 
-def all_notes() -> list[Notes]:
+def all_knowledge() -> list[Knowledge]:
     """All that is known of all functions that are alive, under any policy."""
-    found: dict[Notes, None] = {}
+    found: dict[Knowledge, None] = {}
     noted = _table()
     for weak in noted.keyrefs():  # a copy, made at once: other threads may be adding to the table
         subject = weak()

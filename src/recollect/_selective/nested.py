@@ -1,9 +1,9 @@
 """What a region inside another one keeps: in the outer one's recomputation the same as in its forward.
 
-The kept values of an inner region are saved tensors of the outer one (`Shelf.settle`), which knows them by number. So
-the inner region must keep the same calls, and hand them over in the same order, when the outer one runs again. What its
-ledger says may be more by then: it has learned, or another function of that name has. Forward therefore notes, with the
-frame around, which calls it kept, and recomputation follows that.
+The kept values of an inner region are saved tensors of the outer one (`KeptCalls.settle`), which knows them by number.
+So the inner region must keep the same calls, and hand them over in the same order, when the outer one runs again. It
+may have decided on more by then: it has learned, or another function of that name has. Forward therefore notes, with
+the frame around, which calls it kept, and recomputation follows that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from recollect._core.places import Place
 from recollect._recompute.handles import frame_of
 from recollect._recompute.hooks import same
-from recollect._selective.kept import Hooks
+from recollect._selective.kept_call import Hooks
 
 
-class _Pinned:
+class _OuterDecision:
     """What becomes of a call, decided before."""
 
     __slots__ = ("is_kept", "is_written", "place")
@@ -31,10 +31,10 @@ class _Pinned:
         self.place: Place | None = None
 
 
-_KEPT, _NOT_KEPT = _Pinned(is_kept=True), _Pinned(is_kept=False)
+_KEPT, _NOT_KEPT = _OuterDecision(is_kept=True), _OuterDecision(is_kept=False)
 
 
-class Pins:
+class KeptInside:
     """The calls that one execution of an inner region handed over, in order; None until its forward is over."""
 
     __slots__ = ("keys",)
@@ -51,27 +51,27 @@ class Pins:
         """Whether single operators are among them."""
         return any(len(key) > 2 for key in self.keys or ())  # noqa: PLR2004 (blocks have no grad mode)
 
-    def decide(self, func: Any, _operator: Any, call: int, *_: Any) -> _Pinned:
+    def decide(self, func: Any, _operator: Any, call: int, *_: Any) -> _OuterDecision:
         """Whether this call of an operator was kept."""
         return _KEPT if self.keys is not None and (func, torch.is_grad_enabled(), call) in self.keys else _NOT_KEPT
 
 
-def pins_within(hooks: Hooks | None) -> Pins | None:
-    """For an execution inside these hooks: new pins in forward, in recomputation those of forward.
+def kept_inside(hooks: Hooks | None) -> KeptInside | None:
+    """For an execution inside these hooks: new ones in forward, in recomputation those of forward.
 
     None if the hooks are not a region's.
     """
     frame = None if hooks is None else frame_of(hooks[0])
     if hooks is None or frame is None:
         return None
-    nested: list[Pins] | None = getattr(frame, "nested", None)
+    nested: list[KeptInside] | None = getattr(frame, "nested", None)
     if hooks[1] is not same:  # of forward
         if nested is None:
             nested = frame.nested = []
-        nested.append(Pins())
+        nested.append(KeptInside())
         return nested[-1]
-    turn: Iterator[Pins] | None = getattr(hooks[0], "turn", None)
+    turn: Iterator[KeptInside] | None = getattr(hooks[0], "turn", None)
     if turn is None:
         turn = hooks[0].turn = iter(list(nested or ()))  # type: ignore[attr-defined]
-    pins = next(turn, None)
-    return pins if pins is not None and pins.keys is not None else None
+    inside = next(turn, None)
+    return inside if inside is not None and inside.keys is not None else None

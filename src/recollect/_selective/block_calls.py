@@ -1,9 +1,10 @@
 """Calls of certain modules and custom Functions, seen while a region runs, without any global hook.
 
-`nn.Module.__call__` looks for ``_compiled_call_impl`` on the instance before it calls `forward` and its hooks. A tap
-puts itself there for as long as a region runs that wants to see the module, and passes the call to its watcher; in a
-subclass of `torch.autograd.Function` it stands in for ``apply``. Where nobody watches, as on another thread, the call
-is the plain one. Not seen: an ``apply`` that was taken from its class before (``f = MyFunction.apply``).
+`nn.Module.__call__` looks for ``_compiled_call_impl`` on the instance before it calls `forward` and its hooks. A
+`ModuleCalls` stands there for as long as a region runs that wants to see the module, and passes the call to its
+watcher; a `FunctionCalls` stands in for ``apply`` of a subclass of `torch.autograd.Function`. Where nobody watches, as
+on another thread, the call is the plain one. Not seen: an ``apply`` that was taken from its class before
+(``f = MyFunction.apply``).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class BlockWatcher(Protocol):
     ) -> Any: ...
 
 
-class Tap(Protocol):
+class SeenCalls(Protocol):
     """Stands in one call while it is open.
 
     Attributes:
-        depth: how many regions have opened it; counted by `open_taps` and `close_taps`, under the lock.
+        depth: how many regions have opened it; counted by `begin_seeing` and `end_seeing`, under the lock.
     """
 
     depth: int
@@ -46,7 +47,7 @@ class Tap(Protocol):
     def close(self) -> None: ...
 
 
-class ModuleTap:
+class ModuleCalls:
     """Stands in one module's call."""
 
     __slots__ = ("__weakref__", "_before", "_module", "depth")
@@ -82,7 +83,7 @@ class ModuleTap:
         return call(*args, **kwargs) if current is None else current.call_module(module, call, args, kwargs)
 
 
-class FunctionTap:
+class FunctionCalls:
     """Stands in ``apply`` of one subclass of `torch.autograd.Function`."""
 
     __slots__ = ("__weakref__", "_before", "_function", "depth")
@@ -116,40 +117,40 @@ class FunctionTap:
         return call(*args, **kwargs) if current is None else current.call_function(function, call, args, kwargs)
 
 
-_module_taps: WeakKeyDictionary[nn.Module, ModuleTap] = WeakKeyDictionary()
-_function_taps: WeakKeyDictionary[type, FunctionTap] = WeakKeyDictionary()
+_of_modules: WeakKeyDictionary[nn.Module, ModuleCalls] = WeakKeyDictionary()
+_of_functions: WeakKeyDictionary[type, FunctionCalls] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def tap_module(module: nn.Module) -> ModuleTap:
-    """The one tap of a module."""
+def calls_of_module(module: nn.Module) -> ModuleCalls:
+    """The one object that stands in the calls of a module."""
     with _lock:
-        if module not in _module_taps:
-            _module_taps[module] = ModuleTap(module)
-        return _module_taps[module]
+        if module not in _of_modules:
+            _of_modules[module] = ModuleCalls(module)
+        return _of_modules[module]
 
 
-def tap_function(function: type) -> FunctionTap:
-    """The one tap of a subclass of `torch.autograd.Function`."""
+def calls_of_function(function: type) -> FunctionCalls:
+    """The one object that stands in ``apply`` of a subclass of `torch.autograd.Function`."""
     with _lock:
-        if function not in _function_taps:
-            _function_taps[function] = FunctionTap(function)
-        return _function_taps[function]
+        if function not in _of_functions:
+            _of_functions[function] = FunctionCalls(function)
+        return _of_functions[function]
 
 
-def open_taps(taps: Sequence[Tap]) -> None:
+def begin_seeing(seen: Sequence[SeenCalls]) -> None:
     """Let the watcher of this thread see calls of these modules."""
     with _lock:
-        for tap in taps:
-            if tap.depth == 0:
-                tap.open()
-            tap.depth += 1
+        for calls in seen:
+            if calls.depth == 0:
+                calls.open()
+            calls.depth += 1
 
 
-def close_taps(taps: Sequence[Tap]) -> None:
-    """Take back what `open_taps` did."""
+def end_seeing(seen: Sequence[SeenCalls]) -> None:
+    """Take back what `begin_seeing` did."""
     with _lock:
-        for tap in taps:
-            tap.depth -= 1
-            if tap.depth == 0:
-                tap.close()
+        for calls in seen:
+            calls.depth -= 1
+            if calls.depth == 0:
+                calls.close()

@@ -60,7 +60,7 @@ class KeptCall:
     is_message = False  # between two ranks: may be waited for once only, by whoever sent it
     _parts: Sequence[tuple[Tensor, int]] = ()  # what wrappers wrap, which may be written into past them; with versions
     proof: list[Tensor] | None = None  # copies of what is held, made when it was kept
-    line: Any = None  # of the block or operator, in its ledger
+    line: Any = None  # of the block or operator, among its decisions
     position = -1
     _flags: list[bool] | None = None
     _unpack: Callable[[Any], Tensor] | None = None

@@ -1,8 +1,8 @@
-"""What keeps single operators: a watch around forward, and one around recomputation that serves them.
+"""What keeps single operators: a mode around forward, and one around recomputation that serves them.
 
-At a region's first call, to learn what its policy says (`ledger.py`), they are dispatch modes, which see every operator
-and cost some microseconds for each. Once it is known which operators matter, only those are intercepted, unless
-somebody's dispatch mode is on: then they are modes again, so that it sees what runs and nothing else. See
+At a region's first call, to learn what its policy says (`decisions.py`), they are dispatch modes, which see every
+operator and cost some microseconds for each. Once it is known which operators matter, only those are intercepted,
+unless somebody's dispatch mode is on: then they are modes again, so that it sees what runs and nothing else. See
 docs/design/selective.md.
 """
 
@@ -35,7 +35,8 @@ from recollect._core.torch_private.engine import current_pass
 from recollect._core.torch_private.intercept import Interception
 from recollect._core.torch_private.schemas import OpOverload, count_results
 from recollect._recompute.oplog import describe_tensor
-from recollect._selective.kept import (
+from recollect._selective.decisions import DecisionLine
+from recollect._selective.kept_call import (
     KeptCall,
     Meta,
     States,
@@ -45,13 +46,12 @@ from recollect._selective.kept import (
     sources_of,
     version_of,
 )
-from recollect._selective.ledger import Line
+from recollect._selective.kept_calls import Counter, KeptCalls, Key, Slipped
 from recollect._selective.parameters import moves_parameters
-from recollect._selective.shelf import Counter, Key, Shelf, Slipped
 
 
 class Answer(Protocol):
-    """What becomes of an operator's result: a line of the ledger, or whatever else says as much.
+    """What becomes of an operator's result: a line of `Decisions`, or whatever else says as much.
 
     Attributes:
         is_written: the function writes into the result afterwards, so that only a copy can be kept.
@@ -104,7 +104,7 @@ class _Made:
         self.versions: list[int] = []
 
 
-class _Watch(DispatchMode):
+class _OperatorMode(DispatchMode):
     """What both look away from: kept blocks, other recomputations, what autocast may cache, parameters' gathers.
 
     Attributes:
@@ -112,9 +112,9 @@ class _Watch(DispatchMode):
         saw_gather: whether parameters are gathered inside the region.
     """
 
-    def __init__(self, shelf: Shelf, ops: frozenset[Any] | None = None) -> None:
+    def __init__(self, kept_calls: KeptCalls, ops: frozenset[Any] | None = None) -> None:
         super().__init__()
-        self._shelf, self.ops = shelf, ops
+        self._kept_calls, self.ops = kept_calls, ops
         self._counter = Counter()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
         self.is_paused = self.saw_gather = False
@@ -172,11 +172,11 @@ def _run_and_listen(
     return result, talking(operator) if heard.talks else operator
 
 
-class ForwardWatch(_Watch):
+class KeepingMode(_OperatorMode):
     """Keeps what `decide` says, while forward runs.
 
     Args:
-        shelf: where it goes.
+        kept_calls: where it goes.
         decide: asked once for each operator, after it ran.
         notes_makers: whether to remember who made which value, for `keep_maker`.
         own: ids of buffers: blocks may update them, which happens once.
@@ -197,7 +197,7 @@ class ForwardWatch(_Watch):
 
     def __init__(  # noqa: PLR0913 (of which most callers give few)
         self,
-        shelf: Shelf,
+        kept_calls: KeptCalls,
         decide: Decide,
         *,
         notes_makers: bool = False,
@@ -208,7 +208,7 @@ class ForwardWatch(_Watch):
         saved: Sequence[Any] = (),
         proves: bool = False,
     ) -> None:
-        super().__init__(shelf, ops)
+        super().__init__(kept_calls, ops)
         self._decide, self._is_exact, self._saved, self.proves = decide, is_exact, saved, proves
         self._own = own
         self._pass = current_pass()
@@ -224,7 +224,7 @@ class ForwardWatch(_Watch):
             self.saw_backward = True
         if operator.is_ignored or self._looks_away(func, operator, args, kwargs):
             return self._run_in_block(func, operator, args, kwargs) if self.is_paused else func(*args, **kwargs)
-        if (operator.writes or operator.statistics) and self._shelf.calls:
+        if (operator.writes or operator.statistics) and self._kept_calls.calls:
             self._before_write(operator, args, kwargs)
         before = self._states(args, kwargs) if operator.is_random else []
         # Compiled code takes its inputs out of the list it is given.
@@ -244,15 +244,15 @@ class ForwardWatch(_Watch):
             made = _Made((func, torch.is_grad_enabled(), call), operator, answer, inputs or metas_of(args, kwargs))
             if before:
                 made.states = moved_states(before, self._states(args, kwargs))
-            if isinstance(answer, Line):
+            if isinstance(answer, DecisionLine):
                 answer.draws = answer.draws or made.states is not None or before is None
             if answer.is_kept:
                 if before is None:
-                    refuse_capture(self._shelf.region, operator.name)
+                    refuse_capture(self._kept_calls.region, operator.name)
                 kept = self._keep(made, result)
                 if operator.is_collective:
                     self._keep_collective(kept, operator, given, result)
-                self._shelf.tally.count += torch.is_grad_enabled() or operator.is_collective
+                self._kept_calls.tally.count += torch.is_grad_enabled() or operator.is_collective
             elif self._makers is not None:
                 # Of several results some may be gone when one is given a name: they are held until forward is over.
                 made.result = ref(result) if isinstance(result, Tensor) else result
@@ -307,7 +307,7 @@ class ForwardWatch(_Watch):
             kept.look_inside(tensors_in(result), alias_with_version)
         kept.place, kept.inputs, kept.states = made.answer.place, made.inputs, made.states
         kept.line, kept.position = made.answer, len(self._saved)
-        self._shelf.offloads = self._shelf.offloads or made.answer.is_offloaded
+        self._kept_calls.offloads = self._kept_calls.offloads or made.answer.is_offloaded
         if made.operator.writes and not made.operator.fills:  # its own write shows in the version only after this
             kept.copy_out()
         if made.answer.is_written and not made.operator.is_collective:  # which may not have arrived yet
@@ -315,7 +315,7 @@ class ForwardWatch(_Watch):
             kept.is_written = True
         elif self.proves:
             kept.proof = [tensor.detach().clone() for tensor in kept.tensors]
-        self._shelf.calls[made.key] = kept
+        self._kept_calls.calls[made.key] = kept
         return kept
 
     def count_calls(self, func: Any, is_tracked: bool) -> int:  # noqa: FBT001
@@ -324,8 +324,8 @@ class ForwardWatch(_Watch):
 
     def prove(self) -> None:
         """Forward is over: note of what the function wrote into, though no version showed it."""
-        for kept in self._shelf.calls.values():
-            if not kept.prove() and isinstance(kept.line, Line):
+        for kept in self._kept_calls.calls.values():
+            if not kept.prove() and isinstance(kept.line, DecisionLine):
                 kept.line.is_written = True
 
     def keep_maker(self, value: Tensor) -> Answer | None:
@@ -339,15 +339,15 @@ class ForwardWatch(_Watch):
             if any(one is other for one in storages_in(result) for other in storages):
                 if made.versions != [version_of(tensor) for tensor in tensors_in(result)]:
                     return None  # it was written into since: the value is not what the call gave
-                if made.key not in self._shelf.calls:
+                if made.key not in self._kept_calls.calls:
                     self._keep(made, result)
-                    self._shelf.tally.is_late = True
+                    self._kept_calls.tally.is_late = True
                 return made.answer
         return None
 
     def _before_write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         storages = storages_in(_at((*operator.writes, *operator.statistics), args, kwargs))
-        for call in self._shelf.calls.values():
+        for call in self._kept_calls.calls.values():
             if call.shares_memory(storages):
                 self._meet_write(call, operator)
 
@@ -355,11 +355,11 @@ class ForwardWatch(_Watch):
         """An operator is about to write into a kept value."""
         kept.copy_out()
         kept.is_written = True
-        if isinstance(kept.line, Line):
+        if isinstance(kept.line, DecisionLine):
             kept.line.is_written = True  # from the next call on, a copy is kept at once
 
 
-class ChoiceWatch(DispatchMode):
+class ChoiceMode(DispatchMode):
     """Gives recomputation the choices of forward, where nothing else was kept: a topk may come out otherwise.
 
     Args:
@@ -389,17 +389,17 @@ class ChoiceWatch(DispatchMode):
         return func(*args, **kwargs)
 
 
-class AgainWatch(_Watch):
+class ServingMode(_OperatorMode):
     """Gives recomputation what forward kept, in place of running it."""
 
     def __init__(
         self,
-        shelf: Shelf,
+        kept_calls: KeptCalls,
         *,
         refuse: Callable[[KeptCall], None] | None = None,
         ops: frozenset[Any] | None = None,
     ) -> None:
-        super().__init__(shelf, ops)
+        super().__init__(kept_calls, ops)
         self._refuse = refuse
         self.served = 0
         self.count_made: Callable[[], int] | None = None  # how many tensors the recomputation has saved so far
@@ -409,14 +409,14 @@ class AgainWatch(_Watch):
         self._counter = Counter()
         self.served = 0
         self._run = current_run()
-        self._shelf.unpack()
+        self._kept_calls.unpack()
         return super().__enter__()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc, traceback)
-        self._shelf.let_go()
+        self._kept_calls.let_go()
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what was kept of this call, or run it."""
@@ -425,7 +425,7 @@ class AgainWatch(_Watch):
             return func(*args, **kwargs)
         is_tracked = torch.is_grad_enabled()
         call = self._counter.next((func, is_tracked))
-        kept = self._shelf.take((func, is_tracked, call))
+        kept = self._kept_calls.take((func, is_tracked, call))
         if kept is None:
             return func(*args, **kwargs)
         self.served += is_tracked or kept.talks
@@ -452,21 +452,21 @@ class AgainWatch(_Watch):
     def _slip(self, kept: KeptCall) -> NoReturn:
         assert self.count_made is not None
         message = (
-            f"region '{self._shelf.region}': {kept.label} was kept after {kept.position} saved tensors in forward, and "
-            f"is met after {self.count_made()} in recomputation."
+            f"region '{self._kept_calls.region}': {kept.label} was kept after {kept.position} saved tensors in "
+            f"forward, and is met after {self.count_made()} in recomputation."
         )
         raise Slipped(message)
 
     def check(self, index: int) -> None:
         """Saved tensor `index` is made again."""
-        self._shelf.tally.check(self._shelf.region, index, self.served)
+        self._kept_calls.tally.check(self._kept_calls.region, index, self.served)
 
     def _mismatch(self, kept: KeptCall, call: int, given: list[Tensor]) -> None:
         was = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in kept.inputs or ())
         now = ", ".join(describe_tensor(tensor) for tensor in given)
-        place = kept.place or Places(self._shelf.region).find(2)
+        place = kept.place or Places(self._kept_calls.region).find(2)
         message = (
-            f"region '{self._shelf.region}': call {call} of {kept.label}{place}, which was kept, ran on {was} in "
+            f"region '{self._kept_calls.region}': call {call} of {kept.label}{place}, which was kept, ran on {was} in "
             f"forward and on {now} in recomputation.\n"
             "The function took a different path than in forward: it read something that changed in between.\n"
             "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."

@@ -2,9 +2,9 @@
 
 The recorder is a torch-function mode, which sees each call of torch once, with its arguments (3 µs; a dispatch mode
 sees every operator beneath, at four times the cost). It holds all tensors until the forward is over, so it runs at the
-first call of its kind only; `follow.py` follows the program afterwards.
+first call of its kind only; `following.py` follows the program afterwards.
 
-What the tape cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
+What a recording cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
 place, attributes set, tensors that are no plain ones, memory left unfilled for others to write, arguments that may
 change, generators of the user's own, running statistics, autocast switched, collectives, a backward inside, calls of
 which only a part is kept. What is left is replayed once and compared, to the bit, before it is believed.
@@ -23,7 +23,7 @@ from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
 from recollect._recompute.hooks import read_meta
-from recollect._selective.kept import States, read_states, sources_of
+from recollect._selective.kept_call import States, read_states, sources_of
 from recollect._selective.program import (
     HELD,
     NOWHERE,
@@ -51,7 +51,7 @@ def name_of_call(func: Any) -> str:
     return str(getattr(owner, "__name__", None) or getattr(func, "__name__", func))
 
 
-class Entry:
+class RecordedCall:
     """One call of torch."""
 
     __slots__ = ("args", "func", "is_single", "kwargs", "links", "outs", "place", "saved", "states")
@@ -68,7 +68,7 @@ class Entry:
         self.states: States = []
 
 
-class Tape(FunctionMode):
+class Recording(FunctionMode):
     """Records one forward.
 
     Attributes:
@@ -80,12 +80,12 @@ class Tape(FunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[Entry] = []
+        self.entries: list[RecordedCall] = []
         self.tensors: list[Tensor] = []
-        self.saved: list[tuple[Tensor, Entry | None, int]] = []
+        self.saved: list[tuple[Tensor, RecordedCall | None, int]] = []
         self.why_broken: str | None = None
         self.is_paused = False
-        self.current: Entry | None = None
+        self.current: RecordedCall | None = None
         self._versions: list[int] = []
         self._makers: list[int] = []
         self._inputs: dict[int, int] = {}
@@ -101,7 +101,7 @@ class Tape(FunctionMode):
                 self._inputs[self._new(tensor, NOWHERE)] = index
 
     def broken(self, why: str) -> None:
-        """The tape cannot vouch for what happens."""
+        """The recording cannot vouch for what happens."""
         if self.why_broken is None:
             self.why_broken = why
 
@@ -118,7 +118,7 @@ class Tape(FunctionMode):
         values = (*args, *kwargs.values())
         if any(isinstance(value, torch.Generator) for value in values):
             self.broken("it draws from its own generator")
-        entry = Entry(func)
+        entry = RecordedCall(func)
         states = read_states(sources_of(tensors_in(*values), values))
         if states is None:
             self.broken("a CUDA graph is being captured")
@@ -131,7 +131,7 @@ class Tape(FunctionMode):
         self._record(entry, args, kwargs, result)
         return result
 
-    def _record(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _record(self, entry: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         func = entry.func
         if getattr(func, "__name__", "") == "__set__":
             self.broken(f"it sets the attribute {name_of_call(func)} of a tensor")
@@ -206,15 +206,15 @@ class Tape(FunctionMode):
         ):
             self.broken("it writes into tensors in place")
 
-    def results(self, entry: Entry) -> list[Tensor]:
+    def results(self, entry: RecordedCall) -> list[Tensor]:
         """What a call gave."""
         return [self.tensors[number] for number in entry.outs]
 
-    def saved_inside(self, entry: Entry) -> list[Tensor]:
+    def saved_inside(self, entry: RecordedCall) -> list[Tensor]:
         """What a call saved of its own."""
         return [t for t, owner, _ in self.saved if owner is entry and self._trace(t, entry) is None]
 
-    def _trace(self, tensor: Tensor, entry: Entry | None) -> Source | None:
+    def _trace(self, tensor: Tensor, entry: RecordedCall | None) -> Source | None:
         """The number of a saved tensor, or of what it is a view of; None if it was made inside its call."""
         number = self._numbers.get(id(tensor))
         if number is not None:
@@ -281,33 +281,33 @@ class Tape(FunctionMode):
 
 
 class _Renumbering:
-    """Turns what the tape saw into a program of what is needed."""
+    """Turns what the recording saw into a program of what is needed."""
 
-    def __init__(self, tape: Tape, raw: Program, held: list[Any], uses: list[int]) -> None:
-        self._tape, self._raw, self._held, self._uses = tape, raw, held, uses
+    def __init__(self, recording: Recording, raw: Program, held: list[Any], uses: list[int]) -> None:
+        self._recording, self._raw, self._held, self._uses = recording, raw, held, uses
         needed = {n for n, count in enumerate(uses) if count}
         # Views have numbers too: not to be made, but to be known again where a call takes them.
         needed |= {n for n, view in enumerate(raw.views) if view is not None and view.number in needed}
         self._new = {number: new for new, number in enumerate(sorted(needed))}
 
     def finish(self, drawing: set[int]) -> tuple[Program, Bound]:  # noqa: C901 (one pass over each list)
-        tape, raw, held, uses, new = self._tape, self._raw, self._held, self._uses, self._new
+        recording, raw, held, uses, new = self._recording, self._raw, self._held, self._uses, self._new
         program = Program()
         program.makers = [raw.makers[number] for number in new]
         program.uses = [uses[number] for number in new]
         program.metas = raw.metas
         program.views = [self._view(raw.views[number]) for number in new]
-        program.inputs = {new[number]: leaf for number, leaf in tape._inputs.items() if number in new}  # noqa: SLF001
-        bound = Bound(len(new), len(tape.entries))
+        program.inputs = {new[number]: leaf for number, leaf in recording._inputs.items() if number in new}  # noqa: SLF001
+        bound = Bound(len(new), len(recording.entries))
         for number, place in new.items():
-            bound.versions[place] = tape._versions[number]  # noqa: SLF001
+            bound.versions[place] = recording._versions[number]  # noqa: SLF001
             if held[number] is not None and raw.views[number] is None:
                 bound.held[place] = hold(held[number])
         inner_calls = {source.call for source in raw.sources if isinstance(source, Inner)}
         made_again = inner_calls | {
             raw.makers[n] for n in new if raw.makers[n] != NOWHERE and held[n] is None and raw.views[n] is None
         }
-        for index, entry in enumerate(tape.entries):
+        for index, entry in enumerate(recording.entries):
             call = self._call(entry, draws=index in drawing, is_recorded=index in made_again)
             call.is_identity = any(raw.makers[number] != index for number in entry.outs)
             if index in made_again:
@@ -315,7 +315,7 @@ class _Renumbering:
                 if call.draws:
                     bound.states[index] = entry.states
             if index in inner_calls:
-                call.needs_grad = tuple(tape.tensors[number].requires_grad for number in entry.links)
+                call.needs_grad = tuple(recording.tensors[number].requires_grad for number in entry.links)
             call.settle()
             program.calls.append(call)
         bases = {view.number for view in program.views if view is not None}
@@ -336,9 +336,9 @@ class _Renumbering:
             return None
         return View(self._new[source.number], source.shape, source.stride, source.steps, source.delta)
 
-    def _call(self, entry: Entry, *, draws: bool, is_recorded: bool) -> Call:
-        tape, new = self._tape, self._new
-        results = tape.results(entry)
+    def _call(self, entry: RecordedCall, *, draws: bool, is_recorded: bool) -> Call:
+        recording, new = self._recording, self._new
+        results = recording.results(entry)
         shapes = results[0].shape if entry.is_single else [(tensor.shape, tensor.dtype) for tensor in results]
         call = Call(entry.func, shapes, is_single=entry.is_single, draws=draws)
         call.dtype, call.place = results[0].dtype, entry.place
@@ -362,7 +362,7 @@ class _Renumbering:
                 call.others = tuple(p for p, value in enumerate(entry.args) if not isinstance(value, Link))
         return call
 
-    def _arguments(self, call: Call, entry: Entry) -> Any:
+    def _arguments(self, call: Call, entry: RecordedCall) -> Any:
         if call.is_general:
             args = [self._renumber(value) for value in entry.args]
             return args, {name: self._renumber(value) for name, value in entry.kwargs.items()}

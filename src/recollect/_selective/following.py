@@ -22,9 +22,9 @@ from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
 from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
-from recollect._selective.kept import States, read_states, sources_of
+from recollect._selective.kept_call import States, read_states, sources_of
 from recollect._selective.program import HELD, Bound, Call, Inner, Link, Listed, Program, Unfixed, View, fixed
-from recollect._selective.tape import PLAIN_TENSORS, hold, results_of
+from recollect._selective.recording import PLAIN_TENSORS, hold, results_of
 
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame, Pack
@@ -39,7 +39,7 @@ _HARMLESS = frozenset({"retain_grad", "_assert_async"})
 _END = Call(None, None, is_single=True, draws=False)
 
 
-class Take(FunctionMode):
+class Following(FunctionMode):
     """One forward under a program."""
 
     def __init__(self, program: Program, *, notes_choices: bool) -> None:

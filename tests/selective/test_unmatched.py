@@ -13,16 +13,16 @@ from torch import Tensor, nn
 import recollect
 from recollect import Decision, policies
 from recollect._policy.base import Policy, as_policy
-from recollect._selective import matches
-from recollect._selective import notes as notes_module
-from recollect._selective.matches import count_matches, warn_unmatched
+from recollect._selective import knowledge as knowledge_module
+from recollect._selective import unmatched
+from recollect._selective.unmatched import count_matches, warn_unmatched
 
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have used equal policies."""
-    monkeypatch.setattr(notes_module, "_noted", WeakKeyDictionary())
-    monkeypatch.setattr(matches, "_decided", {})
+    monkeypatch.setattr(knowledge_module, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(unmatched, "_decided", {})
 
 
 def square() -> Tensor:
@@ -66,10 +66,10 @@ def test_a_policy_is_warned_about_once() -> None:
 def test_what_was_decided_is_forgotten_with_the_policy() -> None:
     policy = policies.save_ops("aten.bmm.default")
     warned(policy)
-    assert matches._decided
+    assert unmatched._decided
     del policy
     gc.collect()
-    assert not matches._decided
+    assert not unmatched._decided
 
 
 def test_a_policy_whose_rules_all_match_is_silent() -> None:
@@ -213,10 +213,10 @@ def test_each_call_is_counted_once() -> None:
     checkpointed = recollect.checkpoint(module, policy=policies.save_matmuls)
     for _ in range(5):
         checkpointed(square()).sum().backward()
-    (notes,) = notes_module.notes_of(module)
-    (ledger,) = notes.ledgers.values()
-    assert ledger.program is not None
-    assert {count_matches(ledger, line) for line in ledger.lines} == {5}
+    (knowledge,) = knowledge_module.knowledge_of(module)
+    (decisions,) = knowledge.by_kind.values()
+    assert decisions.program is not None
+    assert {count_matches(decisions, line) for line in decisions.lines} == {5}
 
 
 def test_each_call_is_counted_once_after_a_plan_was_broken() -> None:
@@ -231,7 +231,7 @@ def test_each_call_is_counted_once_after_a_plan_was_broken() -> None:
     for sine in (True, True, False, True, True):
         sines[0] = sine
         checkpointed(square())
-    (notes,) = notes_module.notes_of(module)
-    (ledger,) = notes.ledgers.values()
-    assert ledger.breaks == 1
-    assert count_matches(ledger, ledger.lines[0]) == 4  # the one that left the plan kept nothing
+    (knowledge,) = knowledge_module.knowledge_of(module)
+    (decisions,) = knowledge.by_kind.values()
+    assert decisions.breaks == 1
+    assert count_matches(decisions, decisions.lines[0]) == 4  # the one that left the plan kept nothing

@@ -14,15 +14,15 @@ from recollect._policy.base import Policy
 from recollect._policy.combine import Combination
 from recollect._policy.places import SaveModules, SaveNames
 from recollect._policy.rules import SaveLargerThan
-from recollect._selective.ledger import Ledger, Line
-from recollect._selective.notes import all_notes
+from recollect._selective.decisions import DecisionLine, Decisions
+from recollect._selective.knowledge import all_knowledge
 
 _decided: dict[int, ref[Policy]] = {}  # by id: hashing a policy of many parts takes microseconds
 
 
-def count_matches(ledger: Ledger, line: Line) -> int:
+def count_matches(decisions: Decisions, line: DecisionLine) -> int:
     """How often the decision of an operator's line was carried out."""
-    return line.matched + ledger.unwatched
+    return line.matched + decisions.unwatched
 
 
 def warn_unmatched(policy: Policy) -> None:
@@ -44,29 +44,29 @@ def warn_unmatched(policy: Policy) -> None:
 
 def _describe_unmatched(policy: Policy) -> list[str]:
     """What to say of each rule that matched nothing."""
-    notes = [one for one in all_notes() if one.given == policy]
-    ledgers = [ledger for one in notes for ledger in one.all_ledgers()]
-    matched = {rule for ledger in ledgers for rule in _matched_in(ledger)}
-    reached = {label for one in notes for label in one.policy.labels}
+    knowledge = [one for one in all_knowledge() if one.given == policy]
+    by_kind = [decisions for one in knowledge for decisions in one.all_decisions()]
+    matched = {rule for decisions in by_kind for rule in _matched_in(decisions)}
+    reached = {label for one in knowledge for label in one.policy.labels}
     messages = {}
     for rule in _rules_of(policy):
         label = repr(rule)
         if label in matched or isinstance(rule, SaveModules):
             continue
         if label not in reached:
-            regions = quote_all(dict.fromkeys(one.region for one in notes))
+            regions = quote_all(dict.fromkeys(one.region for one in knowledge))
             messages[label] = f"policy {label} matched no region in this step. Regions that ran: {regions}"
-        elif not _is_outrun(rule, ledgers):
-            messages[label] = f"policy {label} matched nothing in this step. {_describe_choice(rule, ledgers)}"
+        elif not _is_outrun(rule, by_kind):
+            messages[label] = f"policy {label} matched nothing in this step. {_describe_choice(rule, by_kind)}"
     return list(messages.values())
 
 
-def _matched_in(ledger: Ledger) -> Iterator[str]:
+def _matched_in(decisions: Decisions) -> Iterator[str]:
     """The rules that decided something, in words."""
-    for line in (*ledger.lines, *ledger.blocks.values()):
+    for line in (*decisions.lines, *decisions.blocks.values()):
         yield line.by
     # A named value may have no line of its own: a kept block made it, or another rule keeps it.
-    for by in list(ledger.names.values()):
+    for by in list(decisions.names.values()):
         if by is not None:
             yield by
 
@@ -80,29 +80,31 @@ def _rules_of(policy: Policy) -> Iterator[Policy]:
         yield policy
 
 
-def _is_outrun(rule: Policy, ledgers: Iterable[Ledger]) -> bool:
+def _is_outrun(rule: Policy, by_kind: Iterable[Decisions]) -> bool:
     """Whether it matches some sites, of which earlier rules decided."""
-    return any(rule.judge(site) is not None for ledger in ledgers for line in ledger.lines for site in line.sites)
+    return any(rule.judge(site) is not None for decisions in by_kind for line in decisions.lines for site in line.sites)
 
 
-def _describe_choice(rule: Policy, ledgers: list[Ledger]) -> str:
+def _describe_choice(rule: Policy, by_kind: list[Decisions]) -> str:
     """What the rule could have matched."""
     if isinstance(rule, SaveNames):
-        names = dict.fromkeys(name for ledger in ledgers for name in list(ledger.names))
+        names = dict.fromkeys(name for decisions in by_kind for name in list(decisions.names))
         if not names:
             return "Nothing there has a name; give names with recollect.region and recollect.name"
         return f"Names given there: {list_some([repr(name) for name in names])}"
-    lines = [(ledger, line) for ledger in ledgers for line in ledger.lines if operator_of(line.key).can_be_kept]
+    lines = [
+        (decisions, line) for decisions in by_kind for line in decisions.lines if operator_of(line.key).can_be_kept
+    ]
     if isinstance(rule, SaveLargerThan) and lines:
         sites = [site for _, line in lines for site in line.sites]
         largest = max(sites, key=lambda site: site.bytes)
         return f"The largest value there: {format_bytes(largest.bytes)}, of {largest.op}"
     times: Counter[str] = Counter()
-    for ledger, line in lines:
-        times[line.what] += count_matches(ledger, line)
+    for decisions, line in lines:
+        times[line.what] += count_matches(decisions, line)
     ran = [f"{what} ({count} time{'' if count == 1 else 's'})" for what, count in times.most_common()]
     text = f"Operators that ran there: {list_some(ran) or 'none'}"
-    blocks = dict.fromkeys(line.what for ledger in ledgers for line in ledger.blocks.values())
+    blocks = dict.fromkeys(line.what for decisions in by_kind for line in decisions.blocks.values())
     if blocks:
         text += f"; those inside of {list_some(list(blocks))}, kept whole, were not looked at"
     return text

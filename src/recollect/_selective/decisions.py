@@ -1,8 +1,8 @@
 """What a policy decided in one region, site by site: asked once, replayed on later calls, and there to be explained.
 
-A ledger belongs to a region, a policy and a shape of call (`region.py` finds it). Its lines stand in the order in which
-the operators ran. A later call that runs the same operators on the same shapes gets the decision without asking;
-where it differs, the policy is asked again.
+`Decisions` belong to a region, a policy and a kind of call (`knowledge.py` finds them). Their lines stand in the order
+in which the operators ran. A later call that runs the same operators on the same shapes gets the decision without
+asking; where it differs, the policy is asked again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from recollect._core.torch_private.schemas import TO_COPY, OpOverload
 from recollect._policy.base import Policy, Verdict
 from recollect._policy.judging import judge
 from recollect._selective.program import Program
-from recollect._selective.tape import Tape, name_of_call
+from recollect._selective.recording import Recording, name_of_call
 
 _RUNS_AGAIN = Verdict(Decision.RECOMPUTE, "it can only run again")
 
 
 @dataclass(slots=True, kw_only=True)
-class Line:
+class DecisionLine:
     """One call of an operator or block, and what becomes of its result.
 
     Attributes:
@@ -86,7 +86,7 @@ class Line:
         return self.decision is Decision.OFFLOAD
 
 
-_RECOMPUTED = Line(key=None, shapes=(), what="", decision=Decision.RECOMPUTE, by="")
+_RECOMPUTED = DecisionLine(key=None, shapes=(), what="", decision=Decision.RECOMPUTE, by="")
 _SIZES = frozenset({"shape", "bytes", "flops"})
 _SITE_FIELDS = tuple(one.name for one in fields(Site))
 
@@ -110,7 +110,7 @@ def shapes_of(result: Any) -> tuple[Any, ...]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class Decisions:
     """The decisions of one policy in one region.
 
     Attributes:
@@ -134,17 +134,17 @@ class Ledger:
         ops: the operators that need to be looked at once it is learned; None where all do.
         by_call: the lines of those, by their numbers.
         wanted: which calls of those are kept, if all of them are plain (`serving.py`); None if some are not.
-        may_tape: whether a tape is worth trying.
+        may_record: whether a recording is worth trying.
         program: how to replay it; None if its function must be run again.
-        why_not_taped: why it is not.
+        why_no_program: why it is not.
         unwatched: how many calls went as learned without being watched: they are in no line's count.
         breaks: how many did not.
     """
 
     region: str
     policy: Policy
-    lines: list[Line] = field(default_factory=list)
-    blocks: dict[Any, Line] = field(default_factory=dict)
+    lines: list[DecisionLine] = field(default_factory=list)
+    blocks: dict[Any, DecisionLine] = field(default_factory=dict)
     unneeded: set[Any] = field(default_factory=set)
     draws: bool | None = None
     named: set[str] = field(default_factory=set)
@@ -159,11 +159,11 @@ class Ledger:
     is_proven: bool = False
     looks_at_sizes: bool = False
     ops: frozenset[Any] | None = None
-    by_call: dict[tuple[Any, bool, int], Line] = field(default_factory=dict)
+    by_call: dict[tuple[Any, bool, int], DecisionLine] = field(default_factory=dict)
     wanted: dict[Any, frozenset[int]] | None = None
-    may_tape: bool = True
+    may_record: bool = True
     program: Program | None = None
-    why_not_taped: str | None = None
+    why_no_program: str | None = None
     unwatched: int = 0
     breaks: int = 0
     names: dict[str, str | None] = field(default_factory=dict)
@@ -216,24 +216,24 @@ class Ledger:
         is_same = all(count_calls(*called) == times for called, times in learned.items())
         self._choose_ops(sees_all=self.ops is None or not is_same)
 
-    def vary(self) -> Ledger:
+    def vary(self) -> Decisions:
         """The same decisions for calls of any size: of these no program is made."""
         why = "its inputs have had three different sizes, and a program is for one"
         other = replace(
-            self, program=None, may_tape=False, why_not_taped=why, is_varying=self.looks_at_sizes, unwatched=0
+            self, program=None, may_record=False, why_no_program=why, is_varying=self.looks_at_sizes, unwatched=0
         )
         other.keeps_ops = self.keeps_ops or self.looks_at_sizes
         other._choose_ops(sees_all=self.ops is None)  # noqa: SLF001 (its own)
         return other
 
-    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         """What was learned of a call; a policy that goes by sizes is asked again where they differ."""
         line = self.by_call.get((func, torch.is_grad_enabled(), call), _RECOMPUTED)
         if self.is_varying and line is not _RECOMPUTED and line.shapes != shapes_of(result):
             line = self._judge_again(line, operator, args, kwargs, result)
         return line
 
-    def _judge_again(self, line: Line, operator: Operator, args: Any, kwargs: Any, result: Any) -> Line:
+    def _judge_again(self, line: DecisionLine, operator: Operator, args: Any, kwargs: Any, result: Any) -> DecisionLine:
         flops = count_flops(operator, args, kwargs, result)
         sites = [
             replace(site, shape=tuple(tensor.shape), bytes=bytes_of(tensor), flops=flops)
@@ -260,10 +260,10 @@ class Ledger:
         verdict = self.judge(Site(region=self.region, op=name, call=call))
         return None if verdict.decision is Decision.RECOMPUTE else verdict
 
-    def add_block(self, key: tuple[str, str], by: str, decision: Decision = Decision.SAVE) -> Line:
+    def add_block(self, key: tuple[str, str], by: str, decision: Decision = Decision.SAVE) -> DecisionLine:
         """A line for a block that is kept whole."""
         kind, name = key
-        line = self.blocks[key] = Line(key=key, shapes=(), what=f"{kind} '{name}'", decision=decision, by=by)
+        line = self.blocks[key] = DecisionLine(key=key, shapes=(), what=f"{kind} '{name}'", decision=decision, by=by)
         return line
 
 
@@ -276,7 +276,7 @@ def _strongest(verdicts: list[Verdict]) -> Verdict:
     return verdicts[0]
 
 
-def _plain_calls(lines: list[Line]) -> dict[Any, frozenset[int]] | None:
+def _plain_calls(lines: list[DecisionLine]) -> dict[Any, frozenset[int]] | None:
     """The calls of each operator; None if one of them draws, writes, is written into or runs without gradients."""
     found: dict[Any, set[int]] = {}
     for line in lines:
@@ -294,45 +294,47 @@ class _Beneath:
 
     __slots__ = ("line", "operator", "storages")
 
-    def __init__(self, operator: Operator, line: Line, storages: list[ref[Any]]) -> None:
+    def __init__(self, operator: Operator, line: DecisionLine, storages: list[ref[Any]]) -> None:
         self.operator, self.line, self.storages = operator, line, storages
 
 
-class Clerk:
-    """Fills and reads a ledger during one forward: knows the sequence, the names around, what follows a choice."""
+class Asker:
+    """Asks the policy during one forward, or looks up what it said; knows names, and what follows a choice."""
 
-    def __init__(self, ledger: Ledger, places: Places, scopes: list[str], tape: Tape | None = None) -> None:
-        self._ledger, self._tape = ledger, tape
-        self._beneath: dict[int, list[_Beneath]] = {}  # by the id of a tape's entry
+    def __init__(
+        self, decisions: Decisions, places: Places, scopes: list[str], recording: Recording | None = None
+    ) -> None:
+        self._decisions, self._recording = decisions, recording
+        self._beneath: dict[int, list[_Beneath]] = {}  # by the id of a recorded call
         self._places = places
         self._scopes = scopes
         self._index = -1
         self._chosen: list[ref[Any]] = []  # storages of routing results and of what is counted out of them
         self.has_asked = self.saw_compiled = False
 
-    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         """The line of an operator call: the one of the last time, or a new one."""
         line = self._find(func, operator, call, args, kwargs, result)
-        tape = self._tape
-        if tape is not None and operator.is_collective:
-            tape.broken("it communicates with other processes, which must all take the same way")
-        if tape is not None and tape.current is not None:
+        recording = self._recording
+        if recording is not None and operator.is_collective:
+            recording.broken("it communicates with other processes, which must all take the same way")
+        if recording is not None and recording.current is not None:
             beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
-            self._beneath.setdefault(id(tape.current), []).append(beneath)
+            self._beneath.setdefault(id(recording.current), []).append(beneath)
         return line
 
-    def sort_calls(self, tape: Tape, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
-        """Which calls on a tape keep their results, draw, only view; breaks the tape where it cannot be said."""
+    def sort_calls(self, recording: Recording, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
+        """Which recorded calls keep their results, draw, only view; breaks the recording where that is unknown."""
         keeping: set[int] = set()
         drawing: set[int] = set()
         viewing: set[int] = set()
-        for index, entry in enumerate(tape.entries):
+        for index, entry in enumerate(recording.entries):
             beneath = self._beneath.get(id(entry), [])
             if beneath:
                 entry.place = f"{name_of_call(entry.func)}{beneath[0].line.place}"
             kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
             if any(one.operator.hides_writes for one in beneath):
-                tape.broken("it updates running statistics")
+                recording.broken("it updates running statistics")
             if draws and any(one.operator.is_random for one in beneath):
                 drawing.add(index)
             if all(one.operator.is_view and not one.operator.writes for one in beneath):
@@ -340,15 +342,17 @@ class Clerk:
             if kept:
                 keeping.add(index)
                 storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
-                for tensor in (*tape.results(entry), *tape.saved_inside(entry)):
+                for tensor in (*recording.results(entry), *recording.saved_inside(entry)):
                     if not any(tensor.untyped_storage() is storage for storage in storages):
                         names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
-                        tape.broken(f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not")
+                        recording.broken(
+                            f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not"
+                        )
         return keeping, drawing, viewing
 
-    def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+    def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         self._index += 1
-        lines, index = self._ledger.lines, self._index
+        lines, index = self._decisions.lines, self._index
         shapes = shapes_of(result)
         if index < len(lines):
             line = lines[index]
@@ -363,12 +367,12 @@ class Clerk:
         lines.append(line)
         return line
 
-    def _ask(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> Line:  # noqa: PLR0917
+    def _ask(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         self.has_asked = True
         place = self._places.find(4)
         if self._places.saw_compiled or not isinstance(func, OpOverload):
-            # A compiled function would be compiled anew for the tape's mode, and for an interception.
-            self._ledger.may_tape, self.saw_compiled = False, True
+            # A compiled function would be compiled anew for the recording's mode, and for an interception.
+            self._decisions.may_record, self.saw_compiled = False, True
         is_routing = operator.is_routing or self._follows_choice(args, kwargs, result)
         if is_routing:
             self._note_choice(result)
@@ -376,7 +380,7 @@ class Clerk:
         outputs: list[Any] = list(tensors_in(result)) or [None]
         sites = tuple(
             Site(
-                region=self._ledger.region,
+                region=self._decisions.region,
                 op=operator.name,
                 call=call,
                 output=number,
@@ -393,9 +397,9 @@ class Clerk:
             for number, output in enumerate(outputs)
         )
         # Nobody is asked about what can only run again: views, most writes in place, memory yet to be filled.
-        verdicts = [self._ledger.judge(site) for site in sites] if operator.can_be_kept else [_RUNS_AGAIN]
+        verdicts = [self._decisions.judge(site) for site in sites] if operator.can_be_kept else [_RUNS_AGAIN]
         chosen = _strongest(verdicts)
-        return Line(
+        return DecisionLine(
             key=func,
             shapes=(),
             what=operator.name,
