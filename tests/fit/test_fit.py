@@ -3,10 +3,8 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import recollect
-from recollect._fit.batches import read_batch
 from tests.models import GPT
 
 pytest.importorskip("scipy")
@@ -78,28 +76,6 @@ def test_an_error_in_the_step_leaves_the_model_plain() -> None:
     with pytest.raises(RuntimeError, match="not under a plan"):
         recollect.fit(model, TOKENS, step=step, budget="min")
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_batches_are_read_as_people_have_them() -> None:
-    model, x, y = nn.Linear(2, 1), torch.ones(3, 2), torch.ones(3, 1)
-    assert read_batch(x, None, model).args == (x,)
-    assert read_batch((x, y), None, model).args == (x, y)
-    assert dict(read_batch({"input": x}, None, model).kwargs) == {"input": x}
-    pair = read_batch((x, y), nn.MSELoss(), model)
-    assert pair.args == (x,)
-    assert pair.loss is not None
-    assert torch.equal(pair.loss(y), nn.MSELoss()(y, y))
-    named = read_batch({"input": x, "labels": y}, nn.functional.mse_loss, model)
-    assert list(named.kwargs) == ["input"]
-
-
-def test_of_a_loader_the_largest_batch_is_taken_and_random_numbers_are_put_back() -> None:
-    sizes: list[Tensor] = [torch.ones(2), torch.ones(5), torch.ones(3)]
-    model = nn.Linear(1, 1)
-    state = torch.get_rng_state()
-    found = read_batch(DataLoader(sizes, batch_size=None, shuffle=True), None, model)  # type: ignore[arg-type]
-    assert [arg.numel() for arg in found.args] == [5]
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_wrong_arguments_are_refused() -> None:

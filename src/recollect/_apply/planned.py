@@ -8,7 +8,7 @@ from recollect._apply.options import Choices
 from recollect._apply.rules import Rule, describe_away
 from recollect._apply.targets import Target, by_name
 from recollect._core.forecasts import PlannedRegion
-from recollect._core.patterns import nearest_paths, quote_all
+from recollect._core.patterns import nearest_paths, plain_path, quote_all
 from recollect._core.plans import Plan
 from recollect._offload.offload import Offload, make_offload
 from recollect._policy.by_plan import follow_plan
@@ -34,11 +34,12 @@ def choose_planned(
         )
         raise ValueError(message)
     names = by_name(targets)
+    owned = _size_parameters(names[""].chain[-1] if "" in names else model)
     chosen: list[tuple[Target, Rule]] = []
     away = make_offload()
     for region in plan.regions:
         target = names.get(region.path)
-        why = _misfit(region, target, names)
+        why = _misfit(region, target, names, owned)
         if target is None or why:
             raise ValueError(_refuse(model, plan, why))
         chosen.append((target, _make_rule(plan, region, away)))
@@ -59,7 +60,14 @@ def _make_rule(plan: Plan, region: PlannedRegion, away: Offload) -> Rule:
     )
 
 
-def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Target]) -> str:
+def _size_parameters(model: nn.Module) -> dict[str, int]:
+    """The bytes of parameters, by path, shared ones once: where a profile finds them, too."""
+    return {
+        plain_path(path): parameter.numel() * parameter.element_size() for path, parameter in model.named_parameters()
+    }
+
+
+def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Target], owned: dict[str, int]) -> str:
     """Why a region cannot be the one that the plan was made for; empty if it can."""
     if target is None:
         near = nearest_paths(region.path, names)
@@ -67,7 +75,7 @@ def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Targe
     module = target.chain[-1]
     if type(module).__name__ != region.kind:
         return f"has a {type(module).__name__} at '{region.path}', where the plan saw a {region.kind}"
-    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    size = sum(size for path, size in owned.items() if path.startswith(f"{region.path}."))
     if region.parameter_bytes and size and size != region.parameter_bytes:
         return f"has {size} bytes of parameters in '{region.path}', where the plan saw {region.parameter_bytes}"
     return ""

@@ -1,20 +1,20 @@
-"""What a batch is to a model: arguments, keywords, the largest of a loader; and what a loss is given."""
+"""How a model, or a step of the user's, is called with a batch: by arguments, by keywords, whole; what a loss gets."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from recollect._core.torch_private.pytree import flatten, tree_leaves, unflatten
+from recollect._core.torch_private.pytree import flatten, unflatten
+from recollect._inspect.calling import is_lightning
 
-_MOST_BATCHES = 64
+_TARGETS = ("labels", "targets", "target", "label", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,37 +22,65 @@ class Call:
     """How a model or a step is called.
 
     Attributes:
+        function: the model, or the step.
         args: positional arguments.
         kwargs: keyword arguments.
         loss: makes the loss of the model's output; None if the output is or holds it.
+        doubt: what may be wrong with that, in a sentence, for whom the call fails.
     """
 
+    function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] | None = None
+    doubt: str = ""
 
 
 def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module) -> Call:
     """How a model is called with a batch, as people have it.
 
-    A mapping gives keywords, a tuple or list arguments, a DataLoader its largest batch (of the first 64). A loss that
-    takes two arguments is given the model's output and the batch's last part, which the model then does not get.
+    A mapping gives keywords, a tuple or list arguments, anything else is one argument; if the model's forward takes
+    only one, it gets the whole. A loss that takes two arguments is given the model's output and the targets, which the
+    model then does not get: the last part of a tuple; of a mapping ``labels`` or the like, the one key that forward
+    does not know, or else the whole. Tensors on the CPU go where the model is. A LightningModule without `loss` has its
+    ``training_step`` called.
+
+    Raises:
+        ValueError: the model's forward cannot be called with it.
     """
-    if isinstance(batch, DataLoader):
-        batch = _find_largest(batch, model)
-    if isinstance(batch, Mapping):
-        kwargs = dict(batch)
-        if loss is not None and count_arguments(loss) > 1:
-            named = next((key for key in ("labels", "targets", "target", "label", "y") if key in kwargs), None)
-            if named is not None:
-                target = kwargs.pop(named)
-                return Call(kwargs=kwargs, loss=lambda output: loss(output, target))
-        return Call(kwargs=kwargs, loss=loss)
-    args = tuple(batch) if isinstance(batch, (tuple, list)) else () if batch is None else (batch,)
-    if loss is not None and len(args) > 1 and count_arguments(loss) > 1:
-        *inputs, last = args
-        return Call(args=tuple(inputs), loss=lambda output: loss(output, last))
-    return Call(args=args, loss=loss)
+    batch = _send(batch, model)
+    if loss is None and is_lightning(model):
+        step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
+        return Call(function=step, args=(batch, 0) if _binds(step, (batch, 0), {}) else (batch,))
+    if loss is None or count_arguments(loss) < 2:  # noqa: PLR2004
+        return _call_with(model, batch, loss)
+    inputs, target = _take_target(batch, model)
+    return _call_with(model, inputs, lambda output: loss(output, target))
+
+
+def read_step(batch: Any, step: Callable[..., Any]) -> Call:
+    """How a step of the user's is called with a batch: with the whole if it takes it, else with its parts.
+
+    Raises:
+        ValueError: it can be called with neither.
+
+    >>> read_step((1, 2), lambda batch: ...).args, read_step((1, 2), lambda x, y: ...).args
+    (((1, 2),), (1, 2))
+    """
+    parts = tuple(batch) if isinstance(batch, (tuple, list)) else ()
+    keywords = dict(batch) if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch) else {}
+    forms: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {})]
+    if batch is not None:
+        forms = [((batch,), {}), (parts, {}), ((), keywords), ((), {})]
+    for args, kwargs in forms:
+        if _binds(step, args, kwargs):
+            return Call(function=step, args=args, kwargs=kwargs)
+    name = getattr(step, "__name__", type(step).__name__)
+    message = (
+        f"step={name}{_signature_of(step)} cannot be called with this batch, {describe(batch)}: expected a function of "
+        "the batch, of its parts, or of nothing"
+    )
+    raise ValueError(message)
 
 
 def count_arguments(loss: Callable[..., Any]) -> int:
@@ -61,24 +89,128 @@ def count_arguments(loss: Callable[..., Any]) -> int:
     >>> count_arguments(torch.nn.MSELoss()), count_arguments(lambda output: output.sum())
     (2, 1)
     """
-    try:
-        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
-    except (TypeError, ValueError):
+    signature = _find_signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    if signature is None:
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in positional and one.default is one.empty for one in parameters)
+    return sum(one.kind in positional and one.default is one.empty for one in signature.parameters.values())
 
 
-def _find_largest(loader: DataLoader[Any], model: nn.Module) -> Any:
-    """The batch with the most elements, where the model is. Random numbers that loading draws are put back."""
-    with torch.random.fork_rng(devices=[]):
-        batches = list(itertools.islice(iter(loader), _MOST_BATCHES))
-    if not batches:
-        message = "the DataLoader gives no batch"
-        raise ValueError(message)
-    largest = max(batches, key=lambda one: sum(leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)))
-    device = next((parameter.device for parameter in model.parameters()), None)
-    leaves, spec = flatten([largest])
-    if device is not None:
-        leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return unflatten(leaves, spec)[0]
+def describe(batch: Any) -> str:
+    """A batch in a few words.
+
+    >>> describe({"x": torch.ones(2, 3)}), describe((torch.ones(1), 2))
+    ("a dict with 'x'", 'a tuple of 2')
+    """
+    if isinstance(batch, Mapping):
+        return f"a {type(batch).__name__} with {', '.join(map(repr, batch))}"
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return "None" if batch is None else f"a {type(batch).__name__}"
+
+
+def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Call:
+    call = Call(function=model, loss=loss)
+    if batch is None:
+        return call
+    forward = _forward_of(model)
+    if isinstance(batch, Mapping):
+        named = all(isinstance(key, str) for key in batch)
+        if named and _binds(forward, (), dict(batch)):
+            return replace(call, kwargs=dict(batch))
+    elif isinstance(batch, (tuple, list)) and _binds(forward, tuple(batch), {}):
+        return replace(call, args=tuple(batch))
+    if _binds(forward, (batch,), {}):
+        return replace(call, args=(batch,), doubt=_doubt(model, forward, batch, loss))
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return _call_with(model, batch[0], loss)
+    raise ValueError(_refuse(model, forward, batch, loss))
+
+
+def _doubt(model: nn.Module, forward: Callable[..., Any], batch: Any, loss: Callable[[Any], Tensor] | None) -> str:
+    """What to say where a model fails that was given a batch of several parts as one argument."""
+    if not isinstance(batch, (Mapping, tuple, list)):
+        return ""
+    what = (
+        f"recollect.fit gave {type(model).__name__}.forward{_signature_of(forward)} the whole batch, {describe(batch)}"
+    )
+    if loss is None:
+        return f"{what}: if it has targets, pass loss=, a function of the output and the targets"
+    return f"{what}: leave out what the model does not take, or pass step=, a function that runs the step"
+
+
+def _refuse(model: nn.Module, forward: Callable[..., Any], batch: Any, loss: Callable[[Any], Tensor] | None) -> str:
+    what = f"{type(model).__name__}.forward{_signature_of(forward)} cannot be called with {describe(batch)}"
+    unknown = _find_unknown(batch, forward) if isinstance(batch, Mapping) else []
+    if unknown:
+        what += f": it does not take {', '.join(map(repr, unknown))}"
+    if loss is None:
+        return (
+            f"{what}.\nIf the batch has targets, pass loss=, a function of the output and the targets; else pass step="
+        )
+    return f"{what}.\nLeave out what the model does not take, or pass step=, a function that runs the step"
+
+
+def _take_target(batch: Any, model: nn.Module) -> tuple[Any, Any]:
+    """What of a batch the model gets, and what the loss gets beside the output."""
+    if isinstance(batch, Mapping):
+        rest = dict(batch)
+        unknown = _find_unknown(batch, _forward_of(model))
+        named = next((key for key in _TARGETS if key in rest), None)
+        if named is None and len(unknown) == 1:
+            named = unknown[0]
+        return (rest, batch) if named is None else (rest, rest.pop(named))
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        *inputs, last = batch
+        if len(inputs) == 1 and isinstance(inputs[0], (Mapping, tuple, list)):
+            return inputs[0], last
+        return tuple(inputs), last
+    return batch, batch
+
+
+def _find_unknown(batch: Mapping[Any, Any], forward: Callable[..., Any]) -> list[Any]:
+    """The keys that forward has no argument for."""
+    signature = _find_signature(forward)
+    if signature is None or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        return []
+    return [key for key in batch if key not in signature.parameters]
+
+
+def _forward_of(model: nn.Module) -> Callable[..., Any]:
+    inner = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    forward: Callable[..., Any] = inner.forward
+    return forward
+
+
+def _find_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _signature_of(function: Callable[..., Any]) -> str:
+    signature = _find_signature(function)
+    return "" if signature is None else f"({', '.join(signature.parameters)})"
+
+
+def _binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function can be called so; yes, where nobody can tell."""
+    signature = _find_signature(function)
+    if signature is None:
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _send(batch: Any, model: nn.Module) -> Any:
+    """The batch where the model is; mappings that torch does not know become dicts."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type in ("cpu", "meta"):
+        return batch
+    leaves, spec = flatten([dict(batch) if isinstance(batch, Mapping) else batch])
+    moved = [leaf.to(device) if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf for leaf in leaves]
+    return unflatten(moved, spec)[0]

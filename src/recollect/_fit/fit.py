@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,15 +10,17 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from recollect._apply.model import Applied, apply
 from recollect._core.errors import BudgetError
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
-from recollect._fit.batches import Call, read_batch
+from recollect._fit.batches import read_batch, read_step
+from recollect._fit.loaders import find_largest
 from recollect._fit.plan import plan as make_plan
-from recollect._inspect.profile import profile as take_profile
+from recollect._fit.run import Runner
 
 _log = logging.getLogger("recollect")
 
@@ -88,14 +89,16 @@ def fit(
 
     Args:
         model: any module; its modules become regions in place.
-        batch: what a step is called with, as large as it gets: a tensor, a tuple of arguments, a dict of keywords, or a
-            DataLoader, whose largest batch is taken.
+        batch: what a step is called with, as large as it gets: a tensor, a tuple of arguments, a dict of keywords,
+            whatever the model's forward takes as one argument, or a DataLoader, of whose first 64 batches the largest
+            is taken. Tensors on the CPU are sent to where the model is.
         budget: as of `recollect.plan`.
-        loss: makes the loss of the model's output; one of two arguments is also given the last part of the batch, which
-            the model then does not get. By default the output is the loss, or holds it as ``loss``.
+        loss: makes the loss of the model's output; one of two arguments is also given the targets, which the model then
+            does not get: the last part of a tuple, ``labels``, ``targets`` or the like of a dict. By default the output
+            is the loss, holds it as ``loss``, or is summed to one; a LightningModule has its ``training_step`` called.
         optimizer: an instance, whose state and step are counted, or a class.
-        step: a function that runs a whole step with the model, called with the batch, in place of `model`, `loss` and
-            `optimizer`.
+        step: a function that runs a step with the model, called with the batch or its parts, in place of `loss`. If it
+            returns a loss and has not run backward, that is run.
         tiers: as of `recollect.plan`.
         progress: called now and then with a number of things done and of things to do, or None.
 
@@ -121,8 +124,10 @@ def fit(
     if step is not None and loss is not None:
         message = "recollect.fit: step= runs the whole step, its loss included; give one of step= and loss="
         raise ValueError(message)
-    call = read_batch(batch, loss, model)
-    run = _Runner(model, call, optimizer, step, progress)
+    if isinstance(batch, DataLoader):
+        batch = find_largest(batch)
+    call = read_batch(batch, loss, model) if step is None else read_step(batch, step)
+    run = Runner(model, call, optimizer, progress)
     seen = run.profile_plainly()
     wanted: int | str = budget
     plan = make_plan(seen, budget=wanted, tiers=tiers, progress=progress)
@@ -151,53 +156,6 @@ def fit(
         "Raise the budget, or shrink the batch"
     )
     raise BudgetError(message, measured or plan.peak_bytes)
-
-
-class _Runner:
-    """Runs the step, plain or under a plan, and leaves everything as it was."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        call: Call,
-        optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
-        step: Callable[..., Any] | None,
-        progress: Callable[[int, int | None], None] | None,
-    ) -> None:
-        self._subject: Callable[..., Any] = model if step is None else step
-        self._call, self._optimizer, self._progress = call, optimizer, progress
-
-    def profile_plainly(self) -> Profile:
-        """The plain step: a real one if there is room for it, else one on fake tensors."""
-        try:
-            return self._profile()
-        except torch.OutOfMemoryError:
-            _log.info("recollect.fit: the plain step does not fit; it is profiled on fake tensors")
-        gc.collect()
-        torch.cuda.empty_cache()
-        return self._profile(dry=True)
-
-    def measure(self) -> tuple[int | None, float | None]:
-        """The peak and the time of a step as it is now; no peak if memory ran out."""
-        gc.collect()
-        try:
-            seen = self._profile()
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return None, None
-        peak = max([seen.peak_bytes, *(entry.peak_bytes for entry in seen.allocators[:1])])
-        return peak, seen.step_s
-
-    def _profile(self, *, dry: bool = False) -> Profile:
-        return take_profile(
-            self._subject,
-            *self._call.args,
-            kwargs=self._call.kwargs,
-            loss=self._call.loss,
-            optimizer=self._optimizer,
-            dry=dry,
-            progress=self._progress,
-        )
 
 
 def _plan_tighter(seen: Profile, wanted: int, limit: int, measured: int | None, tiers: str | None) -> Plan:

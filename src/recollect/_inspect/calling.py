@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,14 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or (owner is not nn.Module and owner.__module__.split(".")[0] not in _LIGHTNING)
 
 
+def is_lightning(module: nn.Module) -> bool:
+    """Whether a module is a LightningModule with a step of its own."""
+    bases = (base for base in type(module).__mro__ if "training_step" in vars(base))
+    owner = next(bases, None)
+    lightning = any(base.__module__.split(".")[0] in _LIGHTNING for base in type(module).__mro__)
+    return lightning and owner is not None and owner.__module__.split(".")[0] not in _LIGHTNING
+
+
 def _with_index(step: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
     """A ``training_step(batch, batch_idx)`` that may be called with the batch alone."""
     try:
@@ -110,14 +118,18 @@ def _with_index(step: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[.
 
 
 def find_returned_loss(result: Any) -> Tensor | None:
-    """The loss that a step returns: a number with a graph, alone, as ``loss``, or first among others."""
-    if isinstance(result, (tuple, list)) and result:
-        result = result[0]
-    held = held_loss(result)
-    found = result if held is None else held
-    if isinstance(found, Tensor) and found.requires_grad and found.numel() == 1 and found.grad_fn is not None:
+    """The loss that a step returns: a number with a graph, as ``loss``, first among others, or the only one."""
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    held = held_loss(first)
+    found = first if held is None else held
+    if _is_loss(found):
         return found
-    return None
+    numbers = [leaf for leaf in tree_leaves(result) if _is_loss(leaf)]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _is_loss(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.requires_grad and value.numel() == 1 and value.grad_fn is not None
 
 
 def held_loss(output: Any) -> Any:

@@ -90,7 +90,37 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     >>> round(estimate.peak_bytes / 2**30)
     192
     """
-    given = dict(kwargs or {})
+    return profile_step(
+        step_or_model,
+        inputs,
+        dict(kwargs or {}),
+        loss=loss,
+        optimizer=optimizer,
+        dry=dry,
+        device=device,
+        dtype=dtype,
+        name=name,
+        timed=timed,
+        progress=progress,
+    )
+
+
+def profile_step(  # noqa: PLR0913 (as above)
+    step_or_model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    given: dict[str, Any],
+    *,
+    model: nn.Module | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    dry: bool = False,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+    timed: bool = True,
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Profile:
+    """The same as `profile`; modules of `model`, if one is given, have the paths that they have in it."""
     values = [*inputs, *given.values()]
     _check(step_or_model, loss, optimizer)
     if not dry and (device is not None or dtype is not None):
@@ -99,7 +129,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     if isinstance(step_or_model, nn.Module):
         modules, optimizers = [step_or_model], list[torch.optim.Optimizer]()
     else:
-        modules = find_roots(step_or_model, values)
+        modules = _put_first(model, find_roots(step_or_model, values))
         optimizers = find_reachable(torch.optim.Optimizer, step_or_model, values)
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in optimizers:
         optimizers.append(optimizer)
@@ -161,6 +191,19 @@ def _check(step_or_model: object, loss: object, optimizer: object) -> None:
     if torch.is_inference_mode_enabled():
         message = "recollect.profile runs a training step, and inference mode is on: leave torch.inference_mode() first"
         raise ValueError(message)
+
+
+def _put_first(model: nn.Module | None, roots: list[nn.Module]) -> list[nn.Module]:
+    """The modules of a step, with one of them, wherever it is, before the others: its parts are named after it."""
+    if model is None:
+        return roots
+    others = [root for root in roots if root is not model and not _is_wrapper_of(root, model)]
+    return [model, *others]
+
+
+def _is_wrapper_of(root: nn.Module, model: nn.Module) -> bool:
+    """Whether a module does nothing but to hold another, as torch.compile's and DDP's do."""
+    return [*root.children()] == [model] and next(root.parameters(recurse=False), None) is None
 
 
 def _check_lazy(modules: Iterable[nn.Module]) -> None:
