@@ -27,7 +27,7 @@ def place(folder: Path) -> Path:
 @pytest.mark.parametrize("command", [line for line in SHOWN if not line.startswith(LONG)])
 def test_a_command_of_the_page_works(invoke: Invoke, command: str) -> None:
     for name in ("step.json", "before.json", "after.json"):
-        if name in command and command.startswith("report"):
+        if name in command and command.startswith(("report", "plan")):
             assert invoke("profile", "train.py:make_model", "--json", name).code == 0
     done = invoke(*shlex.split(command))
     assert done.code == 0, done.err
@@ -35,4 +35,4 @@ def test_a_command_of_the_page_works(invoke: Invoke, command: str) -> None:
 
 
 def test_the_page_shows_every_command() -> None:
-    assert {line.split()[0] for line in SHOWN} >= {"profile", "report", "doctor"}
+    assert {line.split()[0] for line in SHOWN} >= {"profile", "report", "plan", "fit", "doctor"}

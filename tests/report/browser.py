@@ -46,8 +46,12 @@ class Page:
         scheme: str = "light",
     ) -> Page:
         """Writes a report and shows it; what a test before this one did to the browser is gone."""
+        return self.open_text(write_html(profile, against=against, gains=gains), size=size, scheme=scheme)
+
+    def open_text(self, text: str, *, size: tuple[int, int] = LAPTOP, scheme: str = "light") -> Page:
+        """Shows a page that was written."""
         file = self.folder / "report.html"
-        file.write_text(write_html(profile, against=against, gains=gains), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
         self.show(file.as_uri(), size=size, scheme=scheme)
         return self
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
@@ -20,7 +19,7 @@ from recollect._report.answer import answer
 from recollect._report.html import write_html
 from recollect._report.summary import find_peak, list_modules, list_saved
 from recollect._report.verdict import judge_allocator, judge_peak
-from tests.report.browser import LAPTOP, PHONE, Page, open_browser
+from tests.report.browser import LAPTOP, PHONE, Page
 from tests.report.steps import transformer_step
 
 STEP = transformer_step(2)
@@ -43,20 +42,6 @@ GAINS = (
     replace(MLP, path="layers.*", kind="Block", count=2, freed_bytes=2**20, peak_bytes=2**21, recompute_s=3e-3),
     MLP,
 )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with open_browser(tmp_path_factory.mktemp("pages")) as page:
-        yield page
-
-
-@pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
-    """The browser; whatever a test does with it, the page must say nothing in its console and ask for nothing."""
-    yield browser
-    assert browser.errors() == []
-    assert set(browser.requests()) <= {(browser.folder / "report.html").as_uri(), "data:,"}
 
 
 def data_of(text: str) -> Any:

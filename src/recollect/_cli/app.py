@@ -8,6 +8,8 @@ import typer
 from recollect._cli.demo import demo
 from recollect._cli.doctor import doctor
 from recollect._cli.endings import end_quietly
+from recollect._cli.fit import fit
+from recollect._cli.plan import plan
 from recollect._cli.profile import profile
 from recollect._cli.report import report
 
@@ -19,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (profile, report, doctor, demo):
+for _command in (profile, report, plan, fit, doctor, demo):
     app.command()(end_quietly(_command))
 
 
@@ -42,7 +44,7 @@ def recollect(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Activation memory of PyTorch training: see where it goes.
+    """Activation memory of PyTorch training: see where it goes, and fit it into a budget.
 
     Each command explains itself: `recollect COMMAND --help`.
 

@@ -28,6 +28,11 @@ class Subject:
     inputs: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model, and not a step of the user's own."""
+        return isinstance(self.what, nn.Module)
+
 
 def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject:
     """What a function means by its result.

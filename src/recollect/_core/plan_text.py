@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from recollect._core.forecasts import Forecast, PlannedRegion
 from recollect._core.units import format_bytes
@@ -65,21 +66,40 @@ def describe_forecast(forecast: Forecast) -> list[str]:
 
 def make_rows(regions: Sequence[PlannedRegion]) -> list[tuple[str, ...]]:
     """The lines of the table; neighbours that are treated the same share one."""
-    rows: list[tuple[str, ...]] = []
+    return [
+        (
+            one.path,
+            one.kind,
+            one.way,
+            one.keeps or "nothing",
+            format_bytes(one.kept_bytes),
+            format_bytes(one.plain_bytes),
+            _format_s(one.again_s),
+        )
+        for one, _ in fold_regions(regions)
+    ]
+
+
+def fold_regions(regions: Sequence[PlannedRegion]) -> list[tuple[PlannedRegion, int]]:
+    """Neighbours that are treated the same as one, with the sum of their figures; and how many they are.
+
+    >>> layers = [PlannedRegion(path=f"layers.{at}", kind="Block", way="rerun", kept_bytes=8) for at in range(3)]
+    >>> [(one.path, one.kept_bytes, count) for one, count in fold_regions(layers)]
+    [('layers.0-2', 24, 3)]
+    """
+    found = []
     for _, group in itertools.groupby(regions, key=lambda one: (_frame(one.path), one.kind, one.way, one.keeps)):
         same = list(group)
-        rows.append(
-            (
-                _join([one.path for one in same]),
-                same[0].kind,
-                same[0].way,
-                same[0].keeps or "nothing",
-                format_bytes(sum(one.kept_bytes for one in same)),
-                format_bytes(sum(one.plain_bytes for one in same)),
-                _format_s(sum(one.again_s for one in same)),
-            )
+        whole = replace(
+            same[0],
+            path=_join([one.path for one in same]),
+            kept_bytes=sum(one.kept_bytes for one in same),
+            plain_bytes=sum(one.plain_bytes for one in same),
+            offloaded_bytes=sum(one.offloaded_bytes for one in same),
+            again_s=sum(one.again_s for one in same),
         )
-    return rows
+        found.append((whole, len(same)))
+    return found
 
 
 def _count(regions: Sequence[PlannedRegion]) -> str:

@@ -35,11 +35,12 @@ class Fitted:
     Attributes:
         plan: what it runs under, with the measured figures in its forecast.
         tries: how many plans were run until one was within the budget.
+        profile: of the plain step, that the plan was made of.
     """
 
-    def __init__(self, applied: Applied, plan: Plan, tries: int) -> None:
+    def __init__(self, applied: Applied, plan: Plan, tries: int, profile: Profile) -> None:
         self._applied = applied
-        self.plan, self.tries = plan, tries
+        self.plan, self.tries, self.profile = plan, tries, profile
 
     @property
     def is_removed(self) -> bool:
@@ -142,7 +143,7 @@ def fit(
             raise
         if limit is None or (measured is not None and measured <= limit):
             done = _write_measured(plan, measured, seconds, budget, limit)
-            fitted = Fitted(applied, done, tries)
+            fitted = Fitted(applied, done, tries, seen)
             _log.info("%s", fitted)
             return fitted
         applied.remove()

@@ -1,19 +1,12 @@
-"""A profile as one page for a browser: complete in itself, and it loads nothing. No torch here.
+"""A profile as one page for a browser. No torch here.
 
-Everything that the page shows travels as one block of JSON, in columns and with each text once; the scripts in `page/`
-turn it into elements. No text of the user's model is ever written as markup, on either side.
+What the page shows travels in columns and with each text once; the scripts in `page/` turn it into elements.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from importlib import resources
 from typing import Any
 
 from recollect._core.calls import Category, Phase, Value
@@ -22,13 +15,13 @@ from recollect._core.gains import Gain
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 from recollect._report.answer import Answer, answer
+from recollect._report.page_file import write_page
 from recollect._report.palette import STACK as _CATEGORIES
 from recollect._report.summary import SavedRow, find_peak, list_modules, list_saved, sum_saved
 from recollect._report.verdict import judge_allocator, judge_peak
 
 _PHASES = tuple(Phase)
 
-# One script in the page; each file uses only what stands before it.
 _SCRIPTS = (
     "format.js",
     "step.js",
@@ -44,11 +37,8 @@ _SCRIPTS = (
     "treemap.js",
     "comparison.js",
     "picture.js",
-    "page.js",
+    "report.js",
 )
-
-# Inside of a script element only these can end it or open another; JSON may spell them as it likes.
-_UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 Columns = dict[str, list[Any]]
 
@@ -77,40 +67,13 @@ def write_html(profile: Profile, *, against: Profile | None = None, gains: Seque
         "families": texts.fold([Families(one.modules) for one in (profile, against) if one is not None]),
         "strings": texts.all,
     }
-    peak = find_peak(profile)
-    script = "\n".join(_read(name) for name in _SCRIPTS)
-    style = _read("page.css")
-    return _fill(
-        _read("page.html"),
-        {
-            "title": _as_text(f"{profile.name or 'A training step'}: {format_bytes(peak.bytes)} at the peak"),
-            "headline": _as_text(f"{found.fit} {found.peak}"),
-            "style": style,
-            "style_hash": _hash(style),
-            "script": script,
-            "script_hash": _hash(script),
-            # Only ASCII, so that a name that is no proper Unicode does not keep the page from being written.
-            "data": json.dumps(data, separators=(",", ":"), ensure_ascii=True).translate(_UNSAFE),
-        },
+    return write_page(
+        "report",
+        title=f"{profile.name or 'A training step'}: {format_bytes(find_peak(profile).bytes)} at the peak",
+        headline=f"{found.fit} {found.peak}",
+        scripts=_SCRIPTS,
+        data=data,
     )
-
-
-def _read(name: str) -> str:
-    return resources.files("recollect._report").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _fill(template: str, parts: Mapping[str, str]) -> str:
-    """A template with its parts put in, in one pass: a part that looks like a place for another stays as it is."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
-
-
-def _as_text(text: str) -> str:
-    return escape(text).encode("ascii", "xmlcharrefreplace").decode("ascii")
-
-
-def _hash(text: str) -> str:
-    """What the page's policy knows a script or style by; a browser runs no other."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,16 +30,21 @@ function addFact(facts, term, figure, detail) {
 }
 
 function makeSuggestion({ what, gives, code }) {
-  const line = make("code", {}, code);
-  const copy = make("button", { type: "button", class: "quiet", onclick: () => copyText(line, copy) }, "Copy");
-  copy.setAttribute("aria-label", `Copy: ${code}`);
   return make(
     "li",
     {},
     make("p", { class: "what" }, makePath(capitalize(what), "plain")),
     make("p", { class: "gives" }, gives),
-    make("div", { class: "paste" }, line, copy),
+    makePaste(code),
   );
+}
+
+/** A line of code with a button that copies it. */
+function makePaste(code) {
+  const line = make("code", {}, code);
+  const copy = make("button", { type: "button", class: "quiet", onclick: () => copyText(line, copy) }, "Copy");
+  copy.setAttribute("aria-label", `Copy: ${code}`);
+  return make("div", { class: "paste" }, line, copy);
 }
 
 /** Copies an element's text; where the browser does not let us, selects it. */

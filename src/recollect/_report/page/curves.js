@@ -1,16 +1,24 @@
-// Two steps as two curves on one scale, with the device's capacity as a line: what a change did, at a glance.
+// Two steps as two curves on one scale, with a limit, such as the device's capacity, as a line: what a change did, at a
+// glance.
 
 const CURVES_HEIGHT = 250;
 
 class Curves {
-  /** tracks: [{step, label}], before and after. capacity: bytes, 0 if it is not known. */
-  constructor(root, tracks, capacity) {
-    Object.assign(this, { tracks, capacity });
+  /** tracks: [{step, label}], before and after. capacity: bytes, 0 if it is not known; called what `word` says. */
+  constructor(root, tracks, capacity, word = "capacity") {
+    Object.assign(this, { tracks, capacity, word });
     this.axis = tracks.every(({ step }) => step.hasTimes) ? "time" : "calls";
     this.frame = draw("svg", { role: "img", "aria-label": this.say() });
     this.element = make("div", { class: "curves" }, this.frame);
     root.append(this.element);
     onWidth(this.element, (width) => this.draw(width));
+  }
+
+  /** Draws other steps, on scales of their own. */
+  show(tracks, capacity) {
+    Object.assign(this, { tracks, capacity });
+    this.frame.setAttribute("aria-label", this.say());
+    if (this.width) this.draw(this.width);
   }
 
   say() {
@@ -19,6 +27,7 @@ class Curves {
   }
 
   draw(width) {
+    this.width = width;
     const columns = Math.max(1, Math.round(width - EDGE.left - EDGE.right));
     const end = Math.max(...this.tracks.map(({ step }) => step.positions[this.axis].at(-1)), 0) || 1;
     const highest = Math.max(1, ...this.tracks.map(({ step }) => step.peak.bytes));
@@ -45,7 +54,7 @@ class Curves {
         draw("text", { class: `mark ${kind}`, ...where }, `${label.toLowerCase()} ${formatBytes(bytes)}`),
       );
     });
-    parts.push(...drawCapacity(this.capacity, most, EDGE.left, EDGE.left + columns, y));
+    parts.push(...drawCapacity(this.capacity, most, EDGE.left, EDGE.left + columns, y, this.word));
     this.frame.replaceChildren(...parts);
   }
 }
@@ -72,9 +81,9 @@ function isNear(capacity, peak) {
 }
 
 /** The device's capacity as a line; a word at the top where it is far above. */
-function drawCapacity(capacity, most, left, right, y) {
+function drawCapacity(capacity, most, left, right, y, word = "capacity") {
   if (!capacity) return [];
-  const label = `capacity ${formatBytes(capacity)}`;
+  const label = `${word} ${formatBytes(Math.round(capacity))}`;
   if (capacity > most) {
     const text = `${label}, above this scale`;
     return [draw("text", { class: "mark capacity", x: left + 6, y: y(most) + 14, "text-anchor": "start" }, text)];

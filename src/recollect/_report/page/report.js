@@ -1,4 +1,4 @@
-// Puts the page together: reads the data, fills the head, and gives each section its view.
+// Puts the page of a profile together: reads the data, fills the head, and gives each section its view.
 
 const { steps: given, gains, answer, ...shared } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);

@@ -1,0 +1,106 @@
+"""`recollect fit`: makes a model of the user's fit a budget, by running it; prints prediction beside measurement."""
+
+import contextlib
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import recollect
+from recollect._cli.arguments import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    OptimizerOption,
+    OutOption,
+    PageOption,
+    QuietOption,
+    Target,
+    TiersOption,
+    TracebackOption,
+)
+from recollect._cli.endings import loading
+from recollect._cli.planned import Outputs, check_budget
+from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
+from recollect._cli.taking import Options, gather_step
+from recollect._cli.target import Function, find_target
+
+if TYPE_CHECKING:
+    from recollect._cli.subject import Subject
+
+
+def fit(
+    target: Target,
+    *,
+    budget: BudgetOption,
+    tiers: TiersOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    optimizer: OptimizerOption = None,
+    out: OutOption = Path("plan.json"),
+    html: PageOption = Path("plan.html"),
+    traceback: TracebackOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fit a training step into a budget, and measure it: profile, plan, apply, run, compare, correct.
+
+    TARGET is a function as `recollect profile` takes it. Its step runs under the plan; where it takes more than the
+    budget, a tighter plan is made. What is printed has the measured figures beside the predicted ones; the plan is
+    written to plan.json, for `recollect.apply`, and plan.html shows what other budgets would give.
+
+    **Exit codes**: 0 done, 1 nothing fits or the code of the target failed, 2 wrong usage.
+
+    **Examples**
+
+        recollect fit train.py:make_model --optimizer AdamW --device cuda --budget 16GiB
+        recollect fit my.package.train:step --budget 80%
+    """
+    outputs = Outputs.check(out, html, quiet=quiet)
+    check_budget(budget, tiers)
+    with loading():
+        from recollect._cli.users_code import users_code
+
+        _ = recollect.on_oom  # torch, and all of the library
+    options = Options(device=device, dtype=dtype, optimizer=optimizer)
+    with contextlib.ExitStack() as stack:
+        if outputs.is_piped:
+            stack.enter_context(keep_stdout_clean())
+        progress = stack.enter_context(show_progress(f"fitting {target}", quiet=quiet))
+        with users_code(shows_all=traceback), recollect.on_oom():
+            found = find_target(target)
+            if not isinstance(found, Function):
+                fail(
+                    f"{target} is a script, and fit runs steps of its own: name a function that returns the model and "
+                    f"its inputs, or runs a step, {target}:function. For a script as it runs: recollect plan {target}"
+                )
+            fitted = _fit(options, found, progress, budget=budget, tiers=tiers)
+    outputs.write(fitted.plan, fitted.profile, tiers=tiers)
+
+
+def _fit(options: Options, function: Function, progress: ShowProgress, **how: Any) -> "recollect.Fitted":
+    subject, seen = options.find_subject(function)
+    with options.surroundings(options.device):
+        if subject.is_model:
+            batch = _bind_batch(subject, function.name)
+            given = {key: subject.options[key] for key in ("loss", "optimizer") if key in subject.options}
+            return recollect.fit(subject.what, batch, progress=progress, **given, **how)  # type: ignore[arg-type]
+        modules = seen.list_modules()
+        if not modules:
+            fail(f"{function.name} called no torch.nn.Module, and fit makes parts of one regions")
+        return recollect.fit(modules[0], step=gather_step(subject, seen), progress=progress, **how)
+
+
+def _bind_batch(subject: "Subject", name: str) -> Any:
+    """The inputs of a model as one batch: a tuple, or a mapping where some are given by keyword."""
+    import torch
+
+    kwargs = subject.options.get("kwargs", {})
+    if not kwargs:
+        return subject.inputs
+    assert isinstance(subject.what, torch.nn.Module)
+    signature = inspect.signature(subject.what.forward)
+    names = signature.bind(*subject.inputs, **kwargs).arguments
+    kinds = {signature.parameters[key].kind for key in names if key not in kwargs}
+    if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
+        fail(f"{name} gives both positional inputs and keywords, and the model cannot take them all by keyword")
+    by_position = dict(zip(names, subject.inputs, strict=False))
+    return {**by_position, **kwargs}

@@ -1,0 +1,156 @@
+"""`recollect plan` and `recollect fit`: what they take, print and write, and how failures are told apart."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import recollect as library
+from recollect._core.plans import Plan
+from tests.cli.conftest import Invoke
+
+pytest.importorskip("typer")
+pytest.importorskip("scipy")
+
+BLOCKS = """
+import torch
+from torch import nn
+
+def make_model():
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    return nn.Sequential(*blocks), torch.randn(512, 64)
+
+def make_mapping():
+    model, x = make_model()
+    return {"model": model, "inputs": {"input": x}, "loss": lambda y: y.square().mean(), "optimizer": torch.optim.AdamW}
+
+def make_step():
+    model, x = make_model()
+    def step():
+        model(x).mean().backward()
+    return step
+
+def no_module():
+    weight = torch.randn(8, 8, requires_grad=True)
+    (weight @ weight).sum().backward()
+
+def broken():
+    raise RuntimeError("mine")
+"""
+
+
+@pytest.fixture(autouse=True)
+def blocks(folder: Path) -> None:
+    (folder / "blocks.py").write_text(BLOCKS, "utf-8")
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize("target", ["blocks:make_model", "blocks.py:make_mapping", "blocks.py:make_step"])
+def test_a_target_is_planned_and_written(invoke: Invoke, folder: Path, command: str, target: str) -> None:
+    done = invoke(command, target, "--budget", "5MiB")
+    assert done.code == 0, done.err
+    assert re.search(r"^plan .* within .*regions?$", done.out, re.MULTILINE)
+    assert "budget 5MiB" in done.out
+    assert ("measured peak" in done.out) is (command == "fit")
+    assert done.err.splitlines()[:2] == ["wrote plan.json", "wrote plan.html"]
+    made = Plan.from_json((folder / "plan.json").read_text("utf-8"))
+    assert made.peak_bytes <= 5 * 2**20
+    assert "<title>" in (folder / "plan.html").read_text("utf-8")
+
+
+def test_what_was_written_can_be_applied_as_the_command_says(invoke: Invoke, folder: Path) -> None:
+    done = invoke("plan", "blocks:make_model", "--budget", "min")
+    code = next(line for line in done.err.splitlines() if line.startswith("to use it: ")).removeprefix("to use it: ")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    assert code.startswith("recollect.apply(model, recollect.Plan.from_json(")
+    applied = library.apply(model, Plan.from_json((folder / "plan.json").read_text("utf-8")))
+    model(torch.randn(512, 64)).sum().backward()
+    applied.remove()
+
+
+def test_a_profile_that_was_written_is_planned_without_running_anything(invoke: Invoke) -> None:
+    assert invoke("profile", "blocks:make_model", "--json", "step.json", "--quiet").code == 0
+    done = invoke("plan", "step.json", "--budget", "min", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert "budget min" in done.out
+
+
+def test_how_to_take_a_profile_means_nothing_for_one_that_is_there(invoke: Invoke) -> None:
+    invoke("profile", "blocks:make_model", "--json", "step.json", "--quiet")
+    done = invoke("plan", "step.json", "--budget", "min", "--dry")
+    assert done.code == 2
+    assert "--dry says how to take a profile; step.json is one already" in done.err
+
+
+def test_the_plan_alone_goes_to_standard_output_if_asked(invoke: Invoke, folder: Path) -> None:
+    done = invoke("plan", "blocks:make_model", "--budget", "min", "--out", "-", "--html", "all.html", "--quiet")
+    assert Plan.from_json(done.out).peak_bytes > 0
+    assert not (folder / "plan.json").exists()
+    assert (folder / "all.html").exists()
+
+
+def test_a_dry_plan_is_for_a_device_that_is_not_here(invoke: Invoke) -> None:
+    done = invoke("plan", "blocks:make_model", "--dry", "--device", "H100", "--budget", "90%")
+    assert done.code == 0, done.err
+    assert "budget 90% (71.19 GiB)" in done.out
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_budget_that_nothing_fits_is_explained_without_a_traceback(invoke: Invoke, command: str) -> None:
+    done = invoke(command, "blocks:make_model", "--budget", "1KiB")
+    assert done.code == 1
+    assert "no plan fits 1.00 KiB" in done.err
+    assert "the smallest reachable peak is" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--budget", "lots"), "--budget 'lots': expected bytes as a whole number"),
+        (("--budget", "min", "--tiers", "moon"), "--tiers moon: expected host"),
+        (("--budget", "min", "--out", "plan.txt"), "plan.txt: the ending of a file says what to write"),
+        (("--budget", "min", "--html", "-"), "--html -: a page cannot go to standard output"),
+    ],
+)
+def test_wrong_usage_is_refused_before_the_work(
+    invoke: Invoke, command: str, options: tuple[str, ...], message: str
+) -> None:
+    done = invoke(command, "blocks:broken", *options)
+    assert done.code == 2
+    assert message in done.err
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_failure_of_the_target_shows_its_own_frames(invoke: Invoke, command: str) -> None:
+    done = invoke(command, "blocks:broken", "--budget", "min")
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == "RuntimeError: mine"
+    assert str(Path(library.__file__).parent) not in done.err
+
+
+def test_a_budget_as_a_share_of_an_unknown_device_is_explained(invoke: Invoke) -> None:
+    done = invoke("plan", "blocks:make_model", "--budget", "80%")
+    assert done.code == 1
+    assert "the profile does not say how much memory its device has" in done.err
+
+
+def test_fit_runs_steps_of_its_own_and_takes_no_script(invoke: Invoke) -> None:
+    done = invoke("fit", "train.py", "--budget", "min")
+    assert done.code == 2
+    assert "train.py is a script, and fit runs steps of its own" in done.err
+
+
+def test_fit_needs_a_module(invoke: Invoke) -> None:
+    done = invoke("fit", "blocks:no_module", "--budget", "1MiB")
+    assert done.code == 2
+    assert "called no torch.nn.Module" in done.err
+
+
+def test_a_script_is_planned_as_it_runs(invoke: Invoke) -> None:
+    done = invoke("plan", "train.py", "--budget", "min", "--quiet", "--", "4")
+    assert done.code == 0, done.err
+    assert "plan train.py within min" in done.out
