@@ -29,9 +29,12 @@ class Classifier(nn.Module):
         return self.head(self.encoder(x).mean(dim=1))
 
 
-def make_model() -> tuple[nn.Module, Tensor]:
-    """The model and its inputs. What it gives is summed to a loss; a mapping with `loss` would say otherwise."""
-    return Classifier(), torch.randn(8, TOKENS, DIM)
+def make_model(batch: int = 8, length: int = TOKENS) -> tuple[nn.Module, Tensor]:
+    """The model and its inputs. What it gives is summed to a loss; a mapping with `loss` would say otherwise.
+
+    `recollect plan --set length=512 --unknown batch` calls it with other sizes.
+    """
+    return Classifier(), torch.randn(batch, length, DIM)
 
 
 def make_step(batch_size: int = 8) -> Callable[[], float]:

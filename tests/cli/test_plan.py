@@ -36,6 +36,13 @@ def no_module():
     weight = torch.randn(8, 8, requires_grad=True)
     (weight @ weight).sum().backward()
 
+def make_sized(batch=64, length=8):
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    return nn.Sequential(*blocks), torch.randn(batch, length, 64)
+
+def needs_size(batch):
+    return make_sized(batch)
+
 def broken():
     raise RuntimeError("mine")
 """
@@ -154,3 +161,62 @@ def test_a_script_is_planned_as_it_runs(invoke: Invoke) -> None:
     done = invoke("plan", "train.py", "--budget", "min", "--quiet", "--", "4")
     assert done.code == 0, done.err
     assert "plan train.py within min" in done.out
+
+
+# Machines that are not here.
+
+
+def test_the_largest_size_is_said_for_each_device_and_its_plan_written(invoke: Invoke, folder: Path) -> None:
+    sized = ("blocks:make_sized", "--device", "L4,H100", "--budget", "100MiB", "--unknown", "batch")
+    done = invoke("plan", *sized, "--multiple-of", "64", "--set", "length=16")
+    assert done.code == 0, done.err
+    assert "NVIDIA L4: largest batch within 100.00 MiB, with length 16" in done.out
+    assert "NVIDIA H100 80GB HBM3: largest batch within 100.00 MiB, with length 16" in done.out
+    found = {
+        way: int(size.replace(",", ""))
+        for way, size in re.findall(r"^ +(plain|plan) +([\d,]+) ", done.out, re.MULTILINE)
+    }
+    assert 0 < found["plain"] < found["plan"]
+    assert found["plan"] % 64 == 0
+    assert Plan.from_json((folder / "plan.json").read_text("utf-8")).peak_bytes <= 100 * 2**20
+
+
+def test_a_size_that_is_needed_is_given(invoke: Invoke) -> None:
+    done = invoke("plan", "blocks:needs_size", "--dry", "--device", "H100", "--budget", "min", "--set", "batch=8", "-q")
+    assert done.code == 0, done.err
+
+
+def test_a_world_divides_the_state(invoke: Invoke) -> None:
+    def peak(*more: str) -> int:
+        done = invoke("plan", "blocks:make_model", "--device", "H100", "--budget", "fastest", "--out", "-", *more)
+        assert done.code == 0, done.err
+        return Plan.from_json(done.out).peak_bytes
+
+    assert peak("--world", "8", "--optimizer", "AdamW") < peak("--dry", "--optimizer", "AdamW")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--unknown", "width"), 2, "has no parameter 'width'; it takes batch, length"),
+        (("--set", "batch:8"), 2, "--set batch:8: expected NAME=N, as in --set batch=8"),
+        (("--set", "width=8", "--dry"), 2, "has no parameter 'width'; it takes batch, length"),
+        (("--shard", "zero3"), 2, "--shard zero3: expected fsdp2"),
+        (("--unknown", "batch", "--device", "H100", "--set", "length=1000000"), 1, "nothing fits: not even batch 1"),
+        (("--unknown", "batch", "--device", "H100000"), 2, "--device H100000"),
+    ],
+)
+def test_what_cannot_be_found_out_is_explained(
+    invoke: Invoke, options: tuple[str, ...], code: int, message: str
+) -> None:
+    done = invoke("plan", "blocks:make_sized", "--budget", "100MiB", *options)
+    assert (done.code, message in done.err) == (code, True), done.err
+
+
+def test_an_unknown_needs_a_budget_in_bytes_and_a_function(invoke: Invoke) -> None:
+    done = invoke("plan", "blocks:make_sized", "--device", "H100", "--budget", "min", "--unknown", "batch")
+    assert done.code == 2
+    assert "--budget min: the largest batch is looked for within a number of bytes" in done.err
+    done = invoke("plan", "train.py", "--budget", "1GiB", "--unknown", "batch")
+    assert done.code == 2
+    assert "--unknown is a parameter of a function; train.py is a script" in done.err

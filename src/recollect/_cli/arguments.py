@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from recollect._cli.screen import fail
+
 STANDARD_OUTPUT = Path("-")
 """What a file is called that is standard output."""
 
@@ -64,3 +66,43 @@ OutOption = Annotated[
 PageOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="File for a page to open in a browser.")
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=N", help="A whole number that the function is called with; may be repeated."),
+]
+UnknownOption = Annotated[
+    str | None,
+    typer.Option(
+        "--unknown",
+        metavar="NAME",
+        help="Look for the largest value of this parameter of the function that fits: batch, length. Implies --dry.",
+    ),
+]
+MultipleOption = Annotated[
+    int, typer.Option("--multiple-of", metavar="N", min=1, help="What the unknown is a multiple of.")
+]
+WorldOption = Annotated[
+    int,
+    typer.Option("--world", metavar="N", min=1, help="How many devices share the model's state. Implies --dry."),
+]
+ShardOption = Annotated[
+    str, typer.Option("--shard", metavar="HOW", help="How they share it: fsdp2, each repeated block a unit.")
+]
+
+
+def read_values(given: list[str] | None) -> dict[str, int]:
+    """What ``--set NAME=N`` gives.
+
+    Raises:
+        typer.Exit: it has another form; said on standard error.
+
+    >>> read_values(["batch=8", "length=4096"])
+    {'batch': 8, 'length': 4096}
+    """
+    found = {}
+    for text in given or []:
+        name, _, value = text.partition("=")
+        if not name.isidentifier() or not value.strip().lstrip("-").isdecimal():
+            fail(f"--set {text}: expected NAME=N, as in --set batch=8")
+        found[name] = int(value)
+    return found

@@ -1,6 +1,7 @@
 """`recollect plan`: profiles a step, plans it for a budget, and writes the plan and a page of all budgets."""
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,29 @@ from recollect._cli.arguments import (
     DeviceOption,
     DryOption,
     DtypeOption,
+    MultipleOption,
     OptimizerOption,
     OutOption,
     PageOption,
     QuietOption,
     ScriptArguments,
+    SetOption,
+    ShardOption,
     StepOption,
     Target,
     TiersOption,
     TracebackOption,
+    UnknownOption,
+    WorldOption,
+    read_values,
 )
 from recollect._cli.endings import loading
 from recollect._cli.planned import Outputs, check_budget, explain_failure
 from recollect._cli.report import read_profile
 from recollect._cli.screen import fail, keep_stdout_clean, show_progress
+from recollect._cli.sizing import Question, find_sizes, print_sizes
 from recollect._cli.taking import Options
+from recollect._cli.target import Function, find_target
 from recollect._core.profiles import Profile
 
 
@@ -39,6 +48,11 @@ def plan(
     optimizer: OptimizerOption = None,
     dry: DryOption = False,
     step: StepOption = 2,
+    set_: SetOption = None,
+    unknown: UnknownOption = None,
+    multiple_of: MultipleOption = 1,
+    world: WorldOption = 1,
+    shard: ShardOption = "fsdp2",
     out: OutOption = Path("plan.json"),
     html: PageOption = Path("plan.html"),
     traceback: TracebackOption = False,
@@ -50,6 +64,10 @@ def plan(
     to plan.json, for `recollect.apply`; plan.html shows what every other budget would give. A model whose plain step
     does not fit here is profiled on shapes alone.
 
+    **Larger than this machine**: --world says how many devices share parameters, gradients and optimizer state, and
+    --unknown which parameter of the function is to be as large as fits, such as `length` of `make(batch=1,
+    length=4096)`. Nothing is run then. --device takes several, with commas: what fits where.
+
     **Exit codes**: 0 done, 1 no plan fits or the code of the target failed, 2 wrong usage.
 
     **Examples**
@@ -57,21 +75,24 @@ def plan(
         recollect plan train.py:make_model --optimizer AdamW --budget 16GiB
         recollect plan step.json --budget 80% --html budgets.html
         recollect plan train.py:make_model --dry --device H100 --dtype bf16 --budget 90%
+        recollect plan train.py:make --device h100,h200 --world 64 --budget 90% --set batch=1 --unknown length
     """
     outputs = Outputs.check(out, html, quiet=quiet)
     check_budget(budget, tiers)
+    if shard != "fsdp2":
+        fail(f"--shard {shard}: expected fsdp2")
+    given = read_values(set_)
+    options = {"device": device, "dtype": dtype, "optimizer": optimizer, "dry": dry or world > 1, "step": step}
     with contextlib.ExitStack() as stack:
         if outputs.is_piped:
             stack.enter_context(keep_stdout_clean())
-        if Path(target).suffix == ".json":
-            given = {"--device": device, "--dtype": dtype, "--optimizer": optimizer, "--dry": dry, "ARGS": args}
-            for name, value in given.items():
-                if value:
-                    fail(f"{name} says how to take a profile; {target} is one already")
-            seen = read_profile(Path(target))
+        if unknown is not None:
+            question = Question(unknown=unknown, multiple_of=multiple_of, world=world, budget=budget, tiers=tiers)
+            seen = _search(target, options, given, question, traceback=traceback, quiet=quiet)
+        elif Path(target).suffix == ".json":
+            seen = _read(Path(target), {**options, "set": given, "ARGS": args}, world)
         else:
-            options = {"device": device, "dtype": dtype, "optimizer": optimizer, "dry": dry, "step": step}
-            seen = _take(target, args or [], options, traceback=traceback, quiet=quiet)
+            seen = _take(target, args or [], options, given, world=world, traceback=traceback, quiet=quiet)
         with loading():
             make = recollect.plan
         with show_progress("planning", quiet=quiet) as progress:
@@ -79,7 +100,28 @@ def plan(
     outputs.write(made, seen, tiers=tiers)
 
 
-def _take(target: str, args: list[str], options: dict[str, Any], *, traceback: bool, quiet: bool) -> Profile:
+def _read(path: Path, given: Mapping[str, Any], world: int) -> Profile:
+    from recollect._plan.sharding import shard
+
+    for name, value in given.items():
+        if value and name != "step" and not (name == "dry" and world > 1):
+            shown = name if name == "ARGS" else f"--{name}"
+            fail(f"{shown} says how to take a profile; {path} is one already")
+    return shard(read_profile(path), world)
+
+
+def _take(
+    target: str,
+    args: list[str],
+    options: Mapping[str, Any],
+    given: Mapping[str, int],
+    *,
+    world: int,
+    traceback: bool,
+    quiet: bool,
+) -> Profile:
+    from recollect._plan.sharding import shard
+
     with loading():
         from recollect._cli.users_code import users_code
 
@@ -90,4 +132,33 @@ def _take(target: str, args: list[str], options: dict[str, Any], *, traceback: b
         users_code(shows_all=traceback),
         recollect.on_oom(),
     ):
-        return taking.take(target, args, progress)
+        return shard(taking.take(target, args, progress, given=given), world)
+
+
+def _search(
+    target: str,
+    options: Mapping[str, Any],
+    given: Mapping[str, int],
+    question: Question,
+    *,
+    traceback: bool,
+    quiet: bool,
+) -> Profile:
+    """The step at the largest size that a plan makes fit, on the first device that it fits on."""
+    with loading():
+        from recollect._cli.users_code import users_code
+
+        _ = recollect.on_oom  # torch, and all of the library
+    devices = str(options["device"] or "").split(",")
+    ways = [Options(**{**options, "dry": True, "device": one.strip() or None}) for one in devices]
+    found = []
+    with users_code(shows_all=traceback):
+        function = find_target(target, lets_open=True)
+        if not isinstance(function, Function):
+            fail(f"--unknown is a parameter of a function; {target} is a script: name a function in it")
+        function = function.give(given)
+        for name, one in zip(devices, ways, strict=True):
+            with show_progress(f"trying sizes {f'on {name} ' if name else ''}of {target}", quiet=quiet) as progress:
+                found.append(find_sizes(function, one, question, progress))
+    print_sizes(found, question, given)
+    return next(one.profile for one in found if one.profile is not None)

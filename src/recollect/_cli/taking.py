@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +56,23 @@ class Options:
         if device is not None:
             _check_estimate(device) if dry else _check_device(device)
 
-    def take(self, target: str, args: list[str], progress: ShowProgress) -> Profile:
-        """The profile of a target."""
+    def take(
+        self, target: str, args: list[str], progress: ShowProgress, *, given: Mapping[str, int] | None = None
+    ) -> Profile:
+        """The profile of a target; a function is given some of its arguments."""
         from recollect._cli.script import profile_script
 
-        found = find_target(target)
+        found = find_target(target, lets_open=bool(given))
+        if given:
+            if not isinstance(found, Function):
+                fail(f"--set gives a function its arguments; {target} is a script, which takes its own after --")
+            found = found.give(given)
         if isinstance(found, Function):
             if args:
                 fail(f"{target} is a function and takes no arguments, not {' '.join(args)}; only scripts do")
-            return self._take_function(found, progress)
-        given = {"--device": self.device, "--dtype": self.dtype, "--optimizer": self.optimizer, "--dry": self.is_dry}
-        for name, value in given.items():
+            return self.take_function(found, progress)
+        said = {"--device": self.device, "--dtype": self.dtype, "--optimizer": self.optimizer, "--dry": self.is_dry}
+        for name, value in said.items():
             if value:
                 fail(f"{name} says how to run a function; {target} is a script, which runs as written")
         return profile_script(found.path, args, step=self.step, progress=progress)
@@ -79,20 +85,22 @@ class Options:
         from recollect._cli.seen import Seen
         from recollect._cli.subject import check_function, move_subject, read_subject
 
-        check_function(function.call, function.name)
+        call = function.call
+        check_function(function.function, function.name)
         with Seen() as seen:
             result = self._call(function)
-        subject = read_subject(result, function.call, function.name)
+        subject = read_subject(result, call, function.name)
         if self.optimizer is not None:
             subject = replace(subject, options={**subject.options, "optimizer": self.optimizer})
         if not self.is_dry:
             subject = move_subject(subject, self.device, self.dtype)
-            if not subject.is_model and subject.what is not function.call:
+            if not subject.is_model and subject.what is not call:
                 with self.surroundings(self.device), seen:
                     subject.what()
         return subject, seen
 
-    def _take_function(self, function: Function, progress: ShowProgress) -> Profile:
+    def take_function(self, function: Function, progress: ShowProgress) -> Profile:
+        """The profile of what a function gives."""
         subject, seen = self.find_subject(function)
         if subject.is_model:
             return self._take_model(subject, progress)

@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from recollect._cli.screen import fail
 
@@ -30,17 +30,54 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function that takes no arguments."""
+    """A function of the user's.
+
+    Attributes:
+        name: as the user named it.
+        function: itself.
+        module: that it is in.
+        given: whole numbers that it is called with, by the names of its parameters.
+    """
 
     name: str
-    call: Callable[[], Any]
+    function: Callable[..., Any]
+    module: ModuleType
+    given: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def call(self) -> Callable[[], Any]:
+        """The function without arguments: they are given, or variables of its module."""
+        return _bind_arguments(functools.partial(self.function, **self.given), self.module, self.name)
+
+    def give(self, given: Mapping[str, int]) -> Self:
+        """The function with some of its arguments.
+
+        Raises:
+            typer.Exit: it has no such parameters; said on standard error.
+        """
+        takes = inspect.signature(self.function).parameters
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+        unknown = [name for name in given if name not in takes and not takes_all]
+        if unknown:
+            own = f"it takes {', '.join(takes)}" if takes else "it takes no arguments"
+            fail(f"{self.name} has no parameter {unknown[0]!r}; {own}")
+        return replace(self, given={**self.given, **given})
+
+    def find_default(self, name: str) -> int | None:
+        """The whole number that a parameter is by itself; None if it is none."""
+        default = inspect.signature(self.function).parameters[name].default
+        return default if isinstance(default, int) else None
 
 
-def find_target(text: str) -> Script | Function:
+def find_target(text: str, *, lets_open: bool = False) -> Script | Function:
     """What the text names. Imports its module, with the folder that Python itself would look in first.
 
     A module is looked for from the current folder on, as `python -m` does; what a file imports, from its own folder on,
     as `python file.py` does.
+
+    Args:
+        text: that names it.
+        lets_open: whether a function may have arguments that are given later.
 
     Raises:
         typer.Exit: there is no such thing; said on standard error.
@@ -57,7 +94,10 @@ def find_target(text: str) -> Script | Function:
         fail(f"target {text!r}: {_FORMS}")
     is_file = where.endswith(".py") or len(Path(where).parts) > 1
     module = _load_file(Path(where)) if is_file else _load_module(where)
-    return Function(name=text, call=_bind_arguments(_find_function(module, name, where), module, text))
+    found = Function(name=text, function=_find_function(module, name, where), module=module)
+    if not lets_open:
+        _ = found.call  # refuses what it cannot be called with
+    return found
 
 
 def _check_ending(path: Path) -> None:
@@ -112,20 +152,21 @@ def _bind_arguments(function: Callable[..., Any], module: ModuleType, text: str)
     """The function without arguments; those that it needs are variables of its module: ``train_step(model, batch)``."""
     from torch import nn  # not at import: help does not wait for torch
 
-    if isinstance(function, nn.Module):
-        kind = type(function).__name__
+    raw = function.func if isinstance(function, functools.partial) else function
+    if isinstance(raw, nn.Module):
+        kind = type(raw).__name__
         fail(f"{text} is a model, a {kind}, without its inputs: name a function that returns (model, *inputs)")
     try:
         signature = inspect.signature(function)
     except ValueError:  # built in, without a signature
-        return function
+        return raw
     try:
         signature.bind()
     except TypeError:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         needed = [one for one in signature.parameters.values() if one.default is one.empty and one.kind in kinds]
         missing = [one.name for one in needed if not hasattr(module, one.name)]
-        if missing or inspect.isclass(function):
+        if missing or inspect.isclass(raw):
             lacks = f", and {module.__name__} has no {' and no '.join(map(repr, missing))}" if missing else ""
             fail(
                 f"{text} takes arguments, {signature}{lacks}: give the module variables of these names, or name a "
