@@ -117,7 +117,7 @@ def test_a_budget_that_nothing_fits_is_explained_without_a_traceback(invoke: Inv
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--budget", "lots"), "--budget 'lots': expected bytes as a whole number"),
+        (("--budget", "lots"), "--budget: budget 'lots': expected bytes as a whole number"),
         (("--budget", "min", "--tiers", "moon"), "--tiers moon: expected host"),
         (("--budget", "min", "--out", "plan.txt"), "plan.txt: the ending of a file says what to write"),
         (("--budget", "min", "--html", "-"), "--html -: a page cannot go to standard output"),

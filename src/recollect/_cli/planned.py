@@ -105,6 +105,6 @@ def check_budget(budget: str, tiers: str | None) -> None:
     try:
         parse_budget(budget, device_bytes=1)
     except ValueError as error:
-        fail(f"--{error}")
+        fail(f"--budget: {error}")
     if tiers not in (None, "host"):
         fail(f"--tiers {tiers}: expected host")
