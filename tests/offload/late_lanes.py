@@ -5,7 +5,7 @@ waiting reads garbage. What a stream let go of before its copy was done is spoil
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recollect._offload.accounts import Accounts
 from recollect._offload.compression import Compression
+from recollect._offload.kinds import bytes_of
 from recollect._offload.learning import SessionOptions
 from recollect._offload.session import Session
 from recollect._offload.streams import Clock, Copy, Mark
@@ -20,6 +21,12 @@ from recollect._offload.tiers import HostTier, Tier
 from recollect._offload.transfers import Transfers
 
 GARBAGE = 0xA5
+
+
+def spoil(tensor: Tensor) -> None:
+    """Fill the memory of a tensor that lies in one piece with garbage."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    bytes_of(tensor.untyped_storage(), start, tensor.nbytes).fill_(GARBAGE)
 
 
 class LateMark:
@@ -76,23 +83,26 @@ class LateLanes:
         self.stall_s = 0.0
         self.fails: str = ""
 
-    def current(self) -> str:
+    @staticmethod
+    def current() -> str:
         return "the only stream"
 
-    def copy_out(self, copy: Copy) -> Mark:
+    def copy_out(self, copies: Sequence[Copy]) -> None:
         if self.fails == "out":
             raise RuntimeError("the device fell off the bus")
-        self.outs += 1
-        if all(mark.is_done for mark in copy.after):  # else somebody may still read there
-            copy.target.fill_(GARBAGE)
-        return self._queue(self._out, copy)
+        for copy in copies:
+            self.outs += 1
+            if all(mark.is_done for mark in copy.after):  # else somebody may still read there
+                spoil(copy.target)
+            copy.end = self._queue(self._out, copy)
 
-    def copy_back(self, copy: Copy) -> Mark:
+    def copy_back(self, copies: Sequence[Copy]) -> None:
         if self.fails == "back":
             raise RuntimeError("the device fell off the bus")
-        self.backs += 1
-        copy.target.fill_(GARBAGE)
-        return self._queue(self._back, copy)
+        for copy in copies:
+            self.backs += 1
+            spoil(copy.target)
+            copy.end = self._queue(self._back, copy)
 
     def _queue(self, lane: list[LateMark], copy: Copy) -> Mark:
         before = list(lane)
@@ -109,7 +119,7 @@ class LateLanes:
         mark = LateMark(work)
         lane.append(mark)
         if copy.times is not None:
-            copy.times.append((copy.target.numel(), 0.0, self.copy_s))
+            copy.times.append((copy.target.nbytes, 0.0, self.copy_s))
         return mark
 
     def hold(self, stream: Any, mark: LateMark) -> None:

@@ -95,7 +95,7 @@ def test_a_file_that_was_harmed_is_an_error_that_names_value_and_tier(tmp_path: 
     for one in away._session._step.parcels:  # type: ignore[union-attr]
         parcel = one()
         if parcel is not None:
-            transfers.release(parcel)
+            transfers.release([parcel])
     (path,) = tmp_path.iterdir()
     with path.open("r+b") as file:
         if harm == "truncate":
@@ -121,11 +121,11 @@ def test_behind_a_reached_host_limit_there_may_be_a_disk(tmp_path: Path) -> None
     session, lanes = late_session(host=HostTier(limit=16 * 1024), slow=tier)
     with session:
         y = chain(x)
-    for one in session._step.leaving:  # type: ignore[union-attr]
-        parcel = one()
-        if parcel is not None and parcel.written is not None:
+    assert session._step is not None
+    for parcel in session._step.live(session._step.leaving):
+        if parcel.written is not None:
             parcel.written.future.result()
-            session.transfers.release(parcel)
+            session.transfers.release([parcel])
     assert tier.used_bytes > 0
     y.sum().backward()
     assert x.grad is not None

@@ -186,7 +186,7 @@ def test_strides_and_alignment_come_back(device: torch.device) -> None:
     expected = [view.clone() for view in views]
     strides = [view.stride() for view in views]
     for handle in handles:
-        away._session.transfers.release(handle.parcel)
+        away._session.transfers.release([handle.parcel])
     del base, views
     back = [unpack(handle) for handle in handles]
     assert [view.stride() for view in back] == strides
@@ -221,7 +221,7 @@ def test_compressed_values_come_back_within_their_bound(device: torch.device, co
     expected = x.detach().clone()
     handle = pack(x)
     away.settle()
-    away._session.transfers.release(handle.parcel)
+    away._session.transfers.release([handle.parcel])
     del x
     error = (unpack(handle) - expected).abs()
     bound = expected.abs() / (256 if compress == "bf16" else 16)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect._offload.parcels import Handle, Stayed, stretch_of
+from recollect._offload.kinds import stretch_of
+from recollect._offload.parcels import Handle, Stayed
 from recollect._offload.session import Session
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import CountingClock, late_session
@@ -48,7 +49,7 @@ def test_views_of_one_storage_travel_once_and_come_back_right() -> None:
     copies = [view.clone() for view in views]
     kinds = [(view.stride(), view.storage_offset()) for view in views]
     for handle in handles:
-        session.transfers.release(handle.parcel)
+        session.transfers.release([handle.parcel])
     del base, views
     back = [session.unpack(handle) for handle in handles]
     assert lanes.outs == 1
@@ -64,7 +65,7 @@ def test_in_one_backward_pass_views_of_one_storage_come_back_once() -> None:
         z = (y.t() * y.t()).sum() + (y[3:] * y[3:]).sum()
         z = z + chain(torch.randn(100, requires_grad=True)).sum()
     z.backward()
-    sent = [one for one in session._step.signatures if one[0] == 6 * 8 * 4]  # type: ignore[union-attr]
+    sent = [one for one in session._step.kinds if one.size == 6 * 8 * 4]  # type: ignore[union-attr]
     assert len(sent) == 1
     assert lanes.backs <= lanes.outs
 
@@ -73,7 +74,7 @@ def sent(session: Session, tensor: Tensor) -> Handle:
     handle = session.pack(tensor)
     session.settle()
     assert isinstance(handle, Handle)
-    session.transfers.release(handle.parcel)
+    session.transfers.release([handle.parcel])
     return handle
 
 
@@ -116,6 +117,46 @@ def test_a_small_part_of_a_large_storage_travels_alone_and_as_well_aligned() -> 
     assert (back.data_ptr() - 70_001 * 8) % 16 == 0
 
 
+def test_a_value_with_a_history_leaves_at_once_and_one_without_after_its_operator() -> None:
+    # A region saves its input and then nothing more for a whole layer: the copy must run beside that layer.
+    session, lanes = late_session()
+    made_before, mask = made(torch.ones(8)), torch.ones(8)
+    handles = [session.pack(made_before)]
+    assert lanes.outs == 1
+    handles.append(session.pack(mask))
+    assert lanes.outs == 1
+    session.settle()
+    del mask
+    session.settle()
+    assert lanes.outs == 2
+    assert len(handles) == 2
+
+
+def test_parts_of_a_storage_that_count_writes_apart_travel_apart() -> None:
+    session, lanes = late_session()
+    left, right = made(torch.ones(4, 6)).unsafe_chunk(2, 1)
+    one = session.pack(left)
+    right.detach().add_(1)
+    left.detach()
+    other = session.pack(right)
+    expected = [left.clone(), right.clone()]
+    session.settle()
+    for handle in (one, other):
+        session.transfers.release([handle.parcel])
+    del left, right
+    assert all(torch.equal(session.unpack(h), x) for h, x in zip((one, other), expected, strict=True))
+    assert lanes.outs == 2
+
+
+def test_values_that_are_let_go_together_are_waited_for_once() -> None:
+    session, lanes = late_session()
+    handles = [session.pack(made(torch.ones(8))) for _ in range(3)]
+    session.transfers.release([handle.parcel for handle in reversed(handles)])
+    assert len(lanes.held) == 1
+    assert all(mark.is_done for mark in lanes._out)
+    assert [float(session.unpack(handle).sum()) for handle in handles] == [8.0] * 3
+
+
 def test_what_a_change_in_place_reaches_before_it_has_left_is_an_error() -> None:
     session, _ = late_session()
     x = torch.randn(8, requires_grad=True)
@@ -135,7 +176,7 @@ def test_what_was_changed_after_it_had_left_comes_back_as_it_was() -> None:
     with session:
         y = x * 2
         z = y * y
-    session.transfers.release(session._step.parcels[0]())  # type: ignore[union-attr,arg-type]
+    session.transfers.release(session._step.live([0]))  # type: ignore[union-attr]
     y.detach().add_(1)
     z.sum().backward()
     assert torch.equal(x.grad, 8 * x)  # type: ignore[arg-type]
@@ -403,7 +444,7 @@ def test_the_disk_tier_really_frees_host_memory(tmp_path: Path) -> None:
     for one in away._session._step.parcels:  # type: ignore[union-attr]
         parcel = one()
         if parcel is not None:
-            away._session.transfers.release(parcel)
+            away._session.transfers.release([parcel])
     assert [storage() for storage in storages[:-1]] == [None] * 5
     assert away._session.transfers.slow.used_bytes >= 5 * 4096 * 4  # type: ignore[union-attr]
     y.sum().backward()
@@ -434,7 +475,7 @@ def test_masks_travel_as_bits() -> None:
     mask = torch.rand(1001) > 0.5
     expected = mask.clone()
     handle = sent(session, mask)
-    assert handle.parcel.travel_bytes == 126
+    assert handle.parcel.kind.travel_bytes == 126
     del mask
     assert torch.equal(session.unpack(handle), expected)
 

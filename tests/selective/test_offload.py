@@ -154,7 +154,7 @@ def release_all(away: Offload) -> None:
     for one in session._step.parcels:
         parcel = one()
         if parcel is not None:
-            session.transfers.release(parcel)
+            session.transfers.release([parcel])
 
 
 def test_a_forward_whose_backward_never_comes_leaks_nothing(away: Offload) -> None:

@@ -44,29 +44,30 @@ Listener = Callable[[News], None]
 
 
 class Listeners:
-    """Those who want to know."""
+    """Those who want to know.
 
-    __slots__ = ("_all",)
+    Attributes:
+        present: who is there. Read before anything is told: four times for each value that travels.
+    """
+
+    __slots__ = ("present",)
 
     def __init__(self) -> None:
-        self._all: tuple[Listener, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
+        self.present: tuple[Listener, ...] = ()
 
     def tell(self, news: News) -> None:
         """Tell everybody."""
-        for listener in self._all:
+        for listener in self.present:
             listener(news)
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """Let somebody know while the block runs."""
-        self._all = (*self._all, listener)
+        self.present = (*self.present, listener)
         try:
             yield
         finally:
-            self._all = tuple(one for one in self._all if one is not listener)
+            self.present = tuple(one for one in self.present if one is not listener)
 
 
 listeners = Listeners()

@@ -112,15 +112,6 @@ class Accounts:
         self.values = self.out_bytes = self.back_bytes = self.stayed_bytes = 0
         self.host_stall_s = 0.0
 
-    def note_out(self, size: int) -> None:
-        """A value was sent."""
-        self.values += 1
-        self.out_bytes += size
-
-    def note_back(self, size: int) -> None:
-        """A value was fetched."""
-        self.back_bytes += size
-
     def note_stall(self, clock: Clock, start: Mark, end: Mark) -> None:
         """The computing stream waited."""
         if self.measures:

@@ -100,10 +100,10 @@ class Learner:
         ).with_counts(self.steps, accounts)
 
     def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
-        known = self.lessons.about(tuple(step.signatures))
+        known = self.lessons.about(tuple(step.kinds))
         out = out or (known.speeds.out if known is not None else None)
         back = back or (known.speeds.back if known is not None else None) or out
-        if out is None or back is None or len(values) != len(step.signatures) or not step.has_backward:
+        if out is None or back is None or len(values) != len(step.kinds) or not step.has_backward:
             return
         speeds = Speeds(out=out, back=back)
         times_seen = 1 if known is None else known.times_seen + 1
@@ -120,7 +120,7 @@ class Learner:
                 self._pin(values, has_room)
         self.lessons.add(
             Lesson(
-                signatures=tuple(step.signatures),
+                kinds=tuple(step.kinds),
                 values=values,
                 speeds=speeds,
                 timetable=table,

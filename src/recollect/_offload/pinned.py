@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recollect._core.units import format_bytes
 from recollect._offload.extents import Extents
+from recollect._offload.kinds import Kind
 
 ALIGNMENT = 4096  # what direct I/O to disks wants
 _SMALLEST_SLAB = 2**20
@@ -24,7 +25,7 @@ _LARGEST_SLAB = 2**29
 
 
 class Buffer:
-    """A piece of a slab; who is done with it gives it back by `PinnedPool.give_back`.
+    """A piece of a slab; who is done with it gives it back.
 
     Attributes:
         bytes: the piece as a flat tensor of bytes.
@@ -34,10 +35,22 @@ class Buffer:
         offset: where it lies in that.
     """
 
-    __slots__ = ("busy", "bytes", "offset", "pool", "slab")
+    __slots__ = ("_kind", "_shaped", "busy", "bytes", "offset", "pool", "slab")
 
     def __init__(self, pool: PinnedPool, data: Tensor, slab: int, offset: int, busy: Sequence[Any]) -> None:
         self.pool, self.bytes, self.slab, self.offset, self.busy = pool, data, slab, offset, busy
+        self._kind: Kind | None = None
+        self._shaped = data
+
+    def shaped(self, kind: Kind) -> Tensor:
+        """The piece as a tensor of a dense kind; the same object as long as the kind is the same."""
+        if self._kind is not kind:
+            self._kind, self._shaped = kind, kind.over(self.bytes)
+        return self._shaped
+
+    def give_back(self, busy: Any = None) -> None:
+        """Let others have it, once the copy that `busy` marks is done. Takes no lock."""
+        self.pool.give_back(self, busy)
 
 
 def allocate_pinned(size: int) -> Tensor:
@@ -102,7 +115,8 @@ class PinnedPool:
     def take(self, size: int) -> Buffer | None:
         """A piece of `size` bytes; None if the limit is reached."""
         with self._lock:
-            self._sort_returned()
+            if self._returned:
+                self._sort_returned()
             same = self._waiting.get(size)
             if same:
                 return same.pop()

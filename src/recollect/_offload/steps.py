@@ -7,6 +7,7 @@ lesson; a later step that begins in the same way is foreseen by it, until it sav
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -15,19 +16,19 @@ from recollect._offload.prefetch import SeenValue, Speeds, Timetable
 
 if TYPE_CHECKING:
     from recollect._offload.accounts import Accounts
+    from recollect._offload.kinds import Kind
     from recollect._offload.parcels import Parcel
     from recollect._offload.streams import Clock, Mark
 
-Signature = tuple[Any, ...]
 _MOST_LESSONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What was learnt of a step: the signatures of its values, and what to do with them the next time.
+    """What was learnt of a step: the kinds of its values, and what to do with them the next time.
 
     Attributes:
-        signatures: of its values, in order.
+        kinds: of its values, in order.
         values: what was seen of them.
         speeds: of the link.
         timetable: for the next step; None while too little was seen.
@@ -35,7 +36,7 @@ class Lesson:
         has_room: for which values room was pinned; None while that is still to be done.
     """
 
-    signatures: tuple[Signature, ...]
+    kinds: tuple[Kind, ...]
     values: tuple[SeenValue, ...]
     speeds: Speeds
     timetable: Timetable | None
@@ -51,22 +52,20 @@ class Lessons:
 
     def add(self, lesson: Lesson) -> None:
         """Learn of a step; what was known of one with the same values is replaced."""
-        known = [one for one in self._all if one.signatures != lesson.signatures]
+        known = [one for one in self._all if one.kinds != lesson.kinds]
         self._all = deque([lesson, *known], maxlen=_MOST_LESSONS)
 
-    def find(self, begin: list[Signature]) -> Lesson | None:
+    def find(self, begin: list[Kind]) -> Lesson | None:
         """The latest lesson about steps that begin so."""
         count = len(begin)
         for lesson in self._all:
-            if len(lesson.signatures) >= count and all(
-                one == other for one, other in zip(begin, lesson.signatures, strict=False)
-            ):
+            if len(lesson.kinds) >= count and all(one is kind for one, kind in zip(begin, lesson.kinds, strict=False)):
                 return lesson
         return None
 
-    def about(self, signatures: tuple[Signature, ...]) -> Lesson | None:
+    def about(self, kinds: tuple[Kind, ...]) -> Lesson | None:
         """What is known of the step with exactly these values."""
-        return next((one for one in self._all if one.signatures == signatures), None)
+        return next((one for one in self._all if one.kinds == kinds), None)
 
 
 class Step:
@@ -74,13 +73,16 @@ class Step:
 
     Attributes:
         parcels: its values in the order in which they were saved, weakly.
-        signatures: by which they are told.
+        kinds: of them.
+        foreseen: the kinds that are to come, as far as that is known; so `sends`, `releases` and `fetches`, which are
+            those of the timetable.
         lesson: by which it is foreseen, if it is.
         used: numbers of those that backward has asked for.
         due: numbers of those whose way back is to begin next.
-        flying: bytes of those that are on their way back or wait there to be asked for, by number.
-        leaving: those that are on their way out, oldest first.
-        late: those whose memory was to be let go before they had left.
+        flying_bytes: of those that are on their way back or wait there to be asked for.
+        flying: numbers of those among them that a slower tier is asked for.
+        leaving: numbers of those that are on their way out, oldest first.
+        late: numbers of those whose memory was to be let go before they had left.
         held: numbers of those that somebody else held all the time.
         accounts: what was done.
         clock: by which times are taken; None before the first, or if none are.
@@ -90,12 +92,13 @@ class Step:
     def __init__(self, accounts: Accounts) -> None:
         self.accounts = accounts
         self.parcels: list[ref[Parcel]] = []
-        self.signatures: list[Signature] = []
-        self.lesson: Lesson | None = None
+        self.kinds: list[Kind] = []
+        self.follow(None)
         self.used: set[int] = set()
         self.due: deque[int] = deque()
-        self.flying: dict[int, int] = {}
-        self.leaving: deque[ref[Parcel]] = deque()
+        self.flying_bytes = 0
+        self.flying: set[int] = set()
+        self.leaving: deque[int] = deque()
         self.late: list[int] = []
         self.held: set[int] = set()
         self.clock: Clock | None = None
@@ -103,6 +106,19 @@ class Step:
         self._made: list[tuple[Mark, int]] = []
         self._asked: dict[int, tuple[Mark, int]] = {}
         self._sizes: list[int] = []
+
+    def follow(self, lesson: Lesson | None) -> None:
+        """Go on by a lesson, or by none."""
+        self.lesson = lesson
+        self.foreseen: tuple[Kind, ...] = () if lesson is None else lesson.kinds
+        table = None if lesson is None else lesson.timetable
+        self.sends: tuple[bool, ...] | None = None if table is None else table.sends
+        self.releases: dict[int, list[int]] = {} if table is None else table.releases
+        self.fetches: dict[int, list[int]] = {} if table is None else table.fetches
+
+    def live(self, numbers: Iterable[int]) -> list[Parcel]:
+        """Those of its values that somebody can still ask for."""
+        return [parcel for number in numbers if (parcel := self.parcels[number]()) is not None]
 
     @property
     def has_backward(self) -> bool:
@@ -118,7 +134,7 @@ class Step:
         """A value is saved."""
         self.clock = clock
         self._made.append((clock.mark(parcel.stream), len(self.accounts.stalls)))
-        self._sizes.append(parcel.travel_bytes)
+        self._sizes.append(parcel.kind.travel_bytes)
 
     def note_used(self, number: int, clock: Clock, stream: Any) -> None:
         """Backward asks for a value for the first time."""

@@ -13,6 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from recollect._core.torch_private.streams import stream_reader
+
+_MOST_EVENTS = 1024  # of a lane: while more copies are on their way, waits are longer than they need be
+
 Mark = Any
 """A point in a stream's work, to wait for or to tell the time by: an event, or seconds where there are no streams."""
 
@@ -31,13 +35,13 @@ class Lanes(Protocol):
     clock: Clock
 
     def current(self) -> Any:
-        """The stream that computes on this thread now."""
+        """The stream that computes on this thread now; the same object each time, if that can be."""
 
-    def copy_out(self, copy: Copy) -> Mark:
-        """Copy to the host; gives the mark of its end."""
+    def copy_out(self, copies: Sequence[Copy]) -> None:
+        """Copy to the host, in this order; notes the mark of each one's end."""
 
-    def copy_back(self, copy: Copy) -> Mark:
-        """Copy to the device; gives the mark of its end."""
+    def copy_back(self, copies: Sequence[Copy]) -> None:
+        """Copy to the device, in this order; notes the mark of each one's end."""
 
     def hold(self, stream: Any, mark: Mark) -> None:
         """Let all that `stream` does from here on wait for a mark."""
@@ -56,67 +60,82 @@ class Copy:
         after: marks that must have been reached first.
         through: what the bytes pass through on the way, on the device.
         times: where to note the time, if it is wanted.
+        end: the mark of its end, once it is under way.
     """
 
-    __slots__ = ("after", "source", "stream", "target", "through", "times")
+    __slots__ = ("after", "end", "source", "stream", "target", "through", "times")
 
-    def __init__(self, target: Tensor, source: Tensor, stream: Any, after: Sequence[Mark], times: Times | None) -> None:
-        self.target, self.source, self.stream, self.after, self.times = target, source, stream, after, times
-        self.through: Callable[[Tensor], Tensor] | None = None
+    def __init__(  # noqa: PLR0917 (one for each value that travels)
+        self,
+        target: Tensor,
+        source: Tensor,
+        stream: Any,
+        after: Sequence[Mark],
+        times: Times | None,
+        through: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.target, self.source, self.stream, self.after = target, source, stream, after
+        self.times, self.through = times, through
+        self.end: Mark = None
 
 
 class DeviceLanes:
-    """The lanes of an accelerator.
+    """The lanes of an accelerator. Whoever uses them holds the lock of their owner.
 
     Attributes:
         clock: tells the time of its streams.
+        current: gives the stream that computes on this thread now.
     """
 
-    __slots__ = ("_back", "_device", "_here", "_out", "clock")
+    __slots__ = ("_back", "_device", "_here", "_out", "clock", "current")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._back = torch.Stream(device), torch.Stream(device)
+        self._out, self._back = _Lane(device), _Lane(device)
         self.clock: Clock = DeviceClock(device)
-        # Waiting for an event means waiting for what it was recorded on last, so one serves all copies: whoever uses
-        # the lanes holds the lock of their owner.
+        self.current = stream_reader(device)
+        # Waiting for an event means waiting for what it was recorded on last, so one serves all.
         self._here = torch.Event(device)
 
-    def current(self) -> torch.Stream:
-        """The stream that computes on this thread now."""
-        return torch.accelerator.current_stream(self._device)
-
-    def copy_out(self, copy: Copy) -> Mark:
+    def copy_out(self, copies: Sequence[Copy]) -> None:
         """Copy to the host, on a stream of its own."""
-        self._meet(self._out, copy)
-        with self._out:
-            start = copy.times is not None and self.clock.mark(self._out)
-            source = copy.source if copy.through is None else copy.through(copy.source)
-            copy.target.copy_(source, non_blocking=True)
-            return self._end(self._out, copy, start)
+        lane = self._meet(self._out, copies)
+        with lane.stream:
+            for copy in copies:
+                start = copy.times is not None and self.clock.mark(lane.stream)
+                source = copy.source if copy.through is None else copy.through(copy.source)
+                copy.target.copy_(source, non_blocking=True)
+                copy.end = self._end(lane, copy, start)
 
-    def copy_back(self, copy: Copy) -> Mark:
-        """Copy to the device, on a stream of its own. The target is of the computing stream's memory."""
-        self._meet(self._back, copy)
-        with self._back:
-            start = copy.times is not None and self.clock.mark(self._back)
-            if copy.through is None:
-                copy.target.copy_(copy.source, non_blocking=True)
-            else:
-                copy.target.copy_(copy.through(copy.source.to(self._device, non_blocking=True)))
-            return self._end(self._back, copy, start)
+    def copy_back(self, copies: Sequence[Copy]) -> None:
+        """Copy to the device, on a stream of its own. The targets are of the computing stream's memory."""
+        lane = self._meet(self._back, copies)
+        with lane.stream:
+            for copy in copies:
+                start = copy.times is not None and self.clock.mark(lane.stream)
+                if copy.through is None:
+                    copy.target.copy_(copy.source, non_blocking=True)
+                else:
+                    copy.target.copy_(copy.through(copy.source.to(self._device, non_blocking=True)))
+                copy.end = self._end(lane, copy, start)
 
-    def _meet(self, lane: torch.Stream, copy: Copy) -> None:
-        self._here.record(copy.stream)
-        lane.wait_event(self._here)
-        for mark in copy.after:
-            lane.wait_event(mark)
+    def _meet(self, lane: _Lane, copies: Sequence[Copy]) -> _Lane:
+        """Let a lane wait for what its copies must come after."""
+        met: Any = None
+        for copy in copies:
+            if copy.stream is not met:
+                met = copy.stream
+                self._here.record(met)
+                lane.stream.wait_event(self._here)
+            for mark in copy.after:
+                lane.stream.wait_event(mark)
+        return lane
 
-    def _end(self, lane: torch.Stream, copy: Copy, start: Mark) -> Mark:
+    def _end(self, lane: _Lane, copy: Copy, start: Mark) -> Mark:
         if copy.times is None:
-            return lane.record_event()
-        end = self.clock.mark(lane)
-        copy.times.append((copy.target.numel(), start, end))
+            return lane.mark()
+        end = self.clock.mark(lane.stream)
+        copy.times.append((copy.target.nbytes, start, end))
         return end
 
     def hold(self, stream: Any, mark: Mark) -> None:
@@ -125,7 +144,31 @@ class DeviceLanes:
 
     def lend(self, tensor: Tensor, *, is_out: bool) -> None:
         """Tell the allocator that a lane uses a tensor."""
-        tensor.record_stream(self._out if is_out else self._back)
+        tensor.record_stream((self._out if is_out else self._back).stream)
+
+
+class _Lane:
+    """One way: a stream, and events that are used in turn, because making one costs more than recording it.
+
+    An event that was recorded anew stands for a later point of the same stream. So who still waits for the earlier one
+    waits longer than it need, never less.
+    """
+
+    __slots__ = ("_device", "_events", "_next", "stream")
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self._device = torch.Stream(device), device
+        self._events: list[torch.Event] = []
+        self._next = 0
+
+    def mark(self) -> torch.Event:
+        at = self._next
+        if at == len(self._events):
+            self._events.append(torch.Event(self._device))
+        event = self._events[at]
+        event.record(self.stream)
+        self._next = (at + 1) % _MOST_EVENTS
+        return event
 
 
 class Clock(Protocol):
@@ -197,6 +240,6 @@ class HostClock:
         return between
 
 
-def is_capturing(device: torch.device) -> bool:
+def is_capturing(tensor: Tensor) -> bool:
     """Whether this thread's stream is being captured into a graph, where nothing can be sent away."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

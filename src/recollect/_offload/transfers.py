@@ -9,12 +9,10 @@ comes back is allocated on the computing stream, and the copy waits for the poin
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-from weakref import ref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,13 +21,16 @@ from recollect._core.errors import OffloadError, TierFullError
 from recollect._core.travel import Move, News, listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts
-from recollect._offload.jobs import ReadJob, WriteJob
-from recollect._offload.parcels import Parcel, bytes_of
-from recollect._offload.pinned import Buffer, aligned_bytes
-from recollect._offload.streams import Copy, DeviceLanes, HostClock, Lanes
+from recollect._offload.jobs import ReadJob
+from recollect._offload.kinds import Kind, bytes_of
+from recollect._offload.notices import Notices
+from recollect._offload.parcels import Parcel
+from recollect._offload.pinned import Buffer
+from recollect._offload.streams import Copy, DeviceLanes, HostClock, Lanes, Mark
 from recollect._offload.tiers import HostTier, Tier
+from recollect._offload.workers import Workers
 
-_WORKERS = 4
+_by_turn = attrgetter("turn")
 
 
 class Transfers:
@@ -38,9 +39,11 @@ class Transfers:
     Attributes:
         host: pinned memory for values; None if all go on to the slower tier.
         slow: the tier behind it, if there is one.
-        in_flight: most bytes that are on their way to or from a slower tier.
         leaving_bytes: on their way out, and still on the device.
         accounts: what happened, in numbers.
+        notices: what is to be said to the user.
+        copies_host: whether values that are in host memory already are copied there, in place of staying.
+        host_clock: the time of values that are in host memory.
     """
 
     def __init__(
@@ -53,19 +56,16 @@ class Transfers:
         accounts: Accounts,
         make_lanes: Callable[[torch.device], Lanes] = DeviceLanes,
     ) -> None:
-        self.host, self.slow, self._staging = host, slow, staging
-        self.in_flight, self.accounts = in_flight, accounts
+        self.host, self.slow, self._staging, self.accounts = host, slow, staging, accounts
+        self.notices = Notices()
+        self._workers = None if slow is None else Workers(slow, staging, in_flight, self.notices)
         self._make_lanes = make_lanes
-        self._lanes: dict[torch.device, Lanes] = {}
-        self._without_lanes: set[torch.device] = set()
-        self._workers: ThreadPoolExecutor | None = None
-        self._writing: deque[tuple[WriteJob, int]] = deque()
+        self._lanes: dict[torch.device, Lanes | Literal[False] | None] = {}
         self._left_early: deque[int] = deque()  # sizes of parcels that died on their way out
         self._leaving_bytes = 0
+        self._turn = 0
         self.host_clock = HostClock()
         self.copies_host = False
-        self._said: set[str] = set()
-        self._news: deque[str] = deque()
 
     @property
     def leaving_bytes(self) -> int:
@@ -74,132 +74,139 @@ class Transfers:
             self._leaving_bytes -= self._left_early.popleft()
         return self._leaving_bytes
 
-    def lanes_of(self, device: torch.device) -> Lanes:
-        """The lanes of a device."""
-        lanes = self._lanes.get(device)
-        if lanes is None:
-            lanes = self._lanes[device] = self._make_lanes(device)
-        return lanes
+    def can_carry(self, kind: Kind) -> bool:
+        """Whether values of a kind can travel: a device without streams has no lanes, and its values stay."""
+        device = kind.device
+        if device not in self._lanes:
+            self._lanes[device] = self._find_lanes(device)
+        lanes = self._lanes[device]
+        kind.lanes = lanes or None
+        return lanes is not False
 
-    def has_lanes(self, device: torch.device) -> bool:
-        """Whether values of a device can travel: one without streams has no lanes, and its values stay."""
-        if device in self._lanes or self.is_on_host(device):
-            return True
-        if device not in self._without_lanes:
-            try:
-                self.lanes_of(device)
-            except (RuntimeError, NotImplementedError) as error:
-                self._without_lanes.add(device)
-                self._say(
-                    f"{device}", f"values on {device} stay there: copies beside its work are not possible ({error})"
-                )
-        return device not in self._without_lanes
-
-    def is_on_host(self, device: torch.device) -> bool:
-        """Whether values there are in host memory by nature, with no lanes to travel on."""
-        return device.type == "cpu" and self._make_lanes is DeviceLanes
+    def _find_lanes(self, device: torch.device) -> Lanes | Literal[False] | None:
+        """The lanes of a device; None if values there are in host memory by nature, False if there are none."""
+        if device.type == "meta" or (device.type == "cpu" and self._make_lanes is DeviceLanes):
+            return None if device.type == "cpu" else False
+        try:
+            return self._make_lanes(device)
+        except (RuntimeError, NotImplementedError) as error:
+            self.notices.add(
+                f"{device}", f"values on {device} stay there: copies beside its work are not possible ({error})"
+            )
+            return False
 
     # Out.
 
     def send(self, parcel: Parcel) -> None:
         """Begin the way out. A value for which there is no room stays."""
-        alias = parcel.alias
+        alias, kind, accounts = parcel.alias, parcel.kind, self.accounts
         if alias is None:
             return
         if alias._version != parcel.version:  # noqa: SLF001
             parcel.is_changed, parcel.alias = True, None
             return
-        flat = bytes_of(alias.untyped_storage(), parcel.start, parcel.size)
         try:
-            if parcel.is_on_host:
-                self._send_from_host(parcel, flat)
-            else:
-                self._send_from_device(parcel, flat)
+            has_left = self._send_from_host(parcel, alias) if parcel.lanes is None else self._copy_out(parcel, alias)
         except RuntimeError as error:
             parcel.stays = True
             raise OffloadError(self._describe(parcel, "could not be copied out", error)) from error
+        if has_left:
+            accounts.values += 1
+            accounts.out_bytes += kind.travel_bytes
 
-    def _send_from_device(self, parcel: Parcel, flat: Tensor) -> None:
-        buffer = None if self.host is None else self.host.pool.take(parcel.travel_bytes)
-        is_slow = buffer is None and self.slow is not None
-        if is_slow:
-            buffer = self._take_staging(parcel.travel_bytes)
+    def _copy_out(self, parcel: Parcel, alias: Tensor) -> bool:
+        """From a device to the host; says whether there is room."""
+        kind, accounts, workers = parcel.kind, self.accounts, None
+        buffer = None if self.host is None else self.host.pool.take(kind.travel_bytes)
         if buffer is None:
-            parcel.stays = True
-            self._stays_for_lack(parcel)
-            return
-        lanes: Lanes = parcel.lanes
-        copy = Copy(buffer.bytes, flat, parcel.stream, buffer.busy, self.accounts.out_times)
-        if parcel.codec is not None:
-            copy.through = parcel.codec.encode
+            workers = self._workers
+            if workers is None:
+                self._stays_for_lack(parcel)
+                return False
+            buffer = workers.take_staging(kind.travel_bytes, accounts)
+        if kind.is_dense:
+            copy = Copy(buffer.shaped(kind), alias, parcel.stream, buffer.busy, accounts.out_times)
+        else:
+            flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
+            through = None if kind.codec is None else kind.codec.encode
+            copy = Copy(buffer.bytes, flat, parcel.stream, buffer.busy, accounts.out_times, through)
         try:
-            parcel.out = lanes.copy_out(copy)
+            parcel.lanes.copy_out((copy,))  # type: ignore[union-attr]
         except BaseException:
-            self._give_back(buffer, None)
+            buffer.give_back()
             raise
-        parcel.buffer = buffer
-        self._note_leaving(parcel)
-        if is_slow:
-            self._write(parcel, buffer.bytes, parcel.out, buffer)
+        parcel.out, parcel.buffer = copy.end, buffer
+        parcel.turn = self._turn = self._turn + 1
+        self._begin_leaving(parcel, alias)
+        if workers is not None:
+            workers.write(parcel, buffer.bytes, parcel.out, buffer, accounts)
+        return True
 
-    def _send_from_host(self, parcel: Parcel, flat: Tensor) -> None:
-        if parcel.codec is not None:
-            flat = parcel.codec.encode(flat)
-        if self.slow is not None:
-            self._note_leaving(parcel)
-            self._write(parcel, flat, None, None)
-            return
+    def _send_from_host(self, parcel: Parcel, alias: Tensor) -> bool:
+        """What is in host memory by nature; says whether there is room elsewhere."""
+        kind = parcel.kind
+        flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
+        if kind.codec is not None:
+            flat = kind.codec.encode(flat)
+        if self._workers is not None:
+            self._begin_leaving(parcel, alias)
+            self._workers.write(parcel, flat, None, None, self.accounts)
+            return True
         assert self.host is not None
         if not self.copies_host:
             parcel.stays = True
-            self._say(
+            self.notices.add(
                 "host",
                 "values that are in host memory already stay where they are: sending them to the host tier would free "
                 "nothing.\nOn a machine without an accelerator use the disk tier: recollect.offload(tier='disk').",
             )
-            return
+            return False
         try:
             parcel.buffer = self.host.write(flat)
         except TierFullError:
-            parcel.stays = True
             self._stays_for_lack(parcel)
-            return
-        self.accounts.note_out(parcel.travel_bytes)
+            return False
         parcel.alias = None
+        return True
 
-    def _note_leaving(self, parcel: Parcel) -> None:
+    def _begin_leaving(self, parcel: Parcel, alias: Tensor) -> None:
         parcel.is_leaving = True
-        if listeners:
-            assert parcel.alias is not None
-            self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
-        self._leaving_bytes += parcel.size
-        self.accounts.note_out(parcel.travel_bytes)
+        self._leaving_bytes += parcel.kind.size
+        if listeners.present:
+            self._tell(Move.LEAVES, parcel, alias.untyped_storage())
 
-    def release(self, parcel: Parcel) -> None:
-        """Let go of the memory of a value that is on its way out; what comes after it waits for the copy."""
-        alias = parcel.alias
-        if not parcel.is_leaving or alias is None:
-            return
-        if parcel.is_on_host:
-            assert parcel.written is not None
-            start = time.perf_counter()
-            parcel.written.future.result()
-            self.accounts.note_stall(self.host_clock, start, time.perf_counter())
+    def release(self, parcels: Sequence[Parcel]) -> None:
+        """Let go of the memory of values that are on their way out; what comes after them waits for the copies."""
+        last: Parcel | None = None
+        for parcel in sorted(parcels, key=_by_turn) if len(parcels) > 1 else parcels:
+            if not parcel.is_leaving:
+                continue
+            alias = parcel.alias
+            if alias is not None and parcel.lanes is None:
+                assert parcel.written is not None
+                start = time.perf_counter()
+                parcel.written.future.result()
+                self.accounts.note_stall(self.host_clock, start, time.perf_counter())
+            elif alias is not None:
+                if alias._version != parcel.version:  # noqa: SLF001
+                    parcel.is_changed = True
+                # A lane carries one after the other, so waiting for the last is waiting for all.
+                if last is not None and (last.stream is not parcel.stream or last.lanes is not parcel.lanes):
+                    self._hold(last.lanes, last.stream, last.out)
+                last = parcel
+                # The stream on which the value was saved waits: there its memory may be freed in plain training.
+                parcel.alias, parcel.met = None, parcel.stream
             self._end_leaving(parcel)
-            return
-        lanes: Lanes = parcel.lanes
-        # Waits and frees on the stream on which the value was saved: where its memory may be freed in plain training.
-        self._hold(lanes, parcel.stream, parcel.out)
-        if alias._version != parcel.version:  # noqa: SLF001
-            parcel.is_changed = True
-        parcel.alias = None
-        self._end_leaving(parcel)
+        if last is not None:
+            self._hold(last.lanes, last.stream, last.out)
 
     def _tell(self, move: Move, parcel: Parcel, storage: torch.UntypedStorage | None) -> None:
         name = self.slow.name if self.slow is not None and parcel.written is not None else "host"
-        listeners.tell(News(move=move, value=id(parcel), storage=storage, bytes=parcel.travel_bytes, tier=name))
+        news = News(move=move, value=id(parcel), storage=storage, bytes=parcel.kind.travel_bytes, tier=name)
+        listeners.tell(news)
 
-    def _hold(self, lanes: Lanes, stream: Any, mark: Any) -> None:
+    def _hold(self, lanes: Lanes | None, stream: object, mark: Mark) -> None:
+        assert lanes is not None
         if self.accounts.measures:
             before = lanes.clock.mark(stream)
             lanes.hold(stream, mark)
@@ -208,11 +215,10 @@ class Transfers:
             lanes.hold(stream, mark)
 
     def _end_leaving(self, parcel: Parcel) -> None:
-        if parcel.is_leaving:
-            parcel.is_leaving = False
-            self._leaving_bytes -= parcel.size
-            if listeners:
-                self._tell(Move.HAS_LEFT, parcel, None)
+        parcel.is_leaving = False
+        self._leaving_bytes -= parcel.kind.size
+        if listeners.present:
+            self._tell(Move.HAS_LEFT, parcel, None)
 
     def note_written(self, parcel: Parcel) -> None:
         """A value of the host whose write may be done meanwhile: count it out."""
@@ -221,240 +227,173 @@ class Transfers:
 
     # Back.
 
-    def fetch(self, parcel: Parcel) -> None:
-        """Begin the way back, if it is away."""
-        if parcel.alias is not None or parcel.returned is not None or parcel.is_changed:
-            return
-        if not self._is_in_host_memory(parcel):
-            reading = parcel.reading or self._read(parcel)
-            if parcel.is_on_host or not reading.future.done():
-                return
-        self._bring(parcel)
+    def fetch(self, parcels: Sequence[Parcel]) -> None:
+        """Begin the way back of those that are away."""
+        away = [parcel for parcel in parcels if parcel.alias is None and parcel.returned is None]
+        if self._workers is not None:
+            away = [parcel for parcel in away if self._is_at_hand(parcel, self._workers)]
+        if away:
+            self._bring(away)
 
-    def _is_in_host_memory(self, parcel: Parcel) -> bool:
-        """Whether the bytes are in a buffer, and stay there until the parcel lets go of it."""
-        if parcel.reading is not None or parcel.buffer is None:
+    def _is_at_hand(self, parcel: Parcel, workers: Workers) -> bool:
+        """Whether the bytes are in host memory and stay there; if not, a slower tier is asked for them."""
+        if parcel.reading is None and parcel.buffer is not None:
+            written = parcel.written
+            if written is None or written.failure or written.claim():
+                return True
+        if parcel.is_changed:
             return False
-        written = parcel.written
-        return written is None or bool(written.failure) or written.claim()
+        reading = parcel.reading or workers.read(parcel, self.accounts)
+        return parcel.lanes is not None and reading.future.done()
 
-    def _bring(self, parcel: Parcel) -> None:
-        """From host memory to where it was."""
-        reading, parcel.reading = parcel.reading, None
+    def _bring(self, parcels: Sequence[Parcel]) -> None:
+        """From host memory to where they were."""
+        coming: list[Parcel] = []
+        copies: list[Copy] = []
+        staging: list[tuple[Buffer, Copy]] = []  # which is free again after its copy
+        for parcel in parcels:
+            buffer, lanes, reading = parcel.buffer, parcel.lanes, parcel.reading
+            if reading is not None:
+                self._finish_reading(parcel, reading)
+                buffer = reading.buffer
+            if lanes is None:
+                self._bring_to_host(parcel, reading)
+                continue
+            if buffer is None:
+                continue  # it was changed before it had left
+            if coming and coming[-1].lanes is not lanes:
+                self._copy_back(coming, copies)
+                coming, copies = [], []
+            copy = self._make_copy_back(parcel, lanes.current(), buffer)
+            coming.append(parcel)
+            copies.append(copy)
+            if reading is not None:
+                staging.append((buffer, copy))
+        if coming:
+            self._copy_back(coming, copies)
+        for buffer, copy in staging:
+            buffer.give_back(copy.end)
+
+    def _copy_back(self, parcels: Sequence[Parcel], copies: Sequence[Copy]) -> None:
+        """All to one device."""
+        try:
+            parcels[0].lanes.copy_back(copies)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            whose = next(parcel for parcel, copy in zip(parcels, copies, strict=True) if copy.end is None)
+            raise OffloadError(self._describe(whose, "could not be copied back", error)) from error
+        for parcel, copy in zip(parcels, copies, strict=True):
+            parcel.back, parcel.returned, parcel.stream, parcel.met = copy.end, copy.target, copy.stream, None
+            self.accounts.back_bytes += parcel.kind.travel_bytes
+            if listeners.present:
+                self._tell(Move.RETURNS, parcel, copy.target.untyped_storage())
+
+    def _make_copy_back(self, parcel: Parcel, stream: object, buffer: Buffer) -> Copy:
+        kind = parcel.kind
+        after = () if parcel.out is None or stream is parcel.met else (parcel.out,)
+        target = kind.make()
+        if kind.is_dense:
+            return Copy(target, buffer.shaped(kind), stream, after, self.accounts.back_times)
+        codec = kind.codec
+        through = None if codec is None else lambda small: codec.decode(small, kind.size)
+        return Copy(target, buffer.bytes[: kind.travel_bytes], stream, after, self.accounts.back_times, through)
+
+    def _bring_to_host(self, parcel: Parcel, reading: ReadJob | None) -> None:
+        kind = parcel.kind
         if reading is not None:
-            self._finish_reading(parcel, reading)
-            data = reading.bytes[: parcel.travel_bytes]
+            data = reading.bytes[: kind.travel_bytes]
         else:
             assert parcel.buffer is not None
-            data = parcel.buffer.bytes
-        if parcel.is_on_host:
-            # What is in a buffer of the pool must not outlive the parcel.
-            data = data.clone() if reading is None else data
-            parcel.returned = data if parcel.codec is None else parcel.codec.decode(data, parcel.size)
-            self.accounts.note_back(parcel.travel_bytes)
-            if listeners:
-                self._tell(Move.RETURNS, parcel, parcel.returned.untyped_storage())
-            return
-        lanes: Lanes = parcel.lanes
-        stream = lanes.current()
-        target = torch.empty(parcel.size, dtype=torch.uint8, device=parcel.device)
-        copy = Copy(target, data, stream, () if parcel.out is None else (parcel.out,), self.accounts.back_times)
-        if parcel.codec is not None:
-            decode, size = parcel.codec.decode, parcel.size
-            copy.through = lambda small: decode(small, size)
-        try:
-            parcel.back = lanes.copy_back(copy)
-        except RuntimeError as error:
-            raise OffloadError(self._describe(parcel, "could not be copied back", error)) from error
-        parcel.returned, parcel.stream = target, stream
-        self.accounts.note_back(parcel.travel_bytes)
-        if listeners:
-            self._tell(Move.RETURNS, parcel, target.untyped_storage())
-        if reading is not None and reading.buffer is not None:
-            self._give_back(reading.buffer, parcel.back)
+            data = parcel.buffer.bytes.clone()  # what is in a buffer of the pool must not outlive the parcel
+        if kind.codec is not None:
+            data = kind.codec.decode(data, kind.size)
+        parcel.returned = kind.over(data) if kind.is_dense else data
+        self.accounts.back_bytes += kind.travel_bytes
+        if listeners.present:
+            self._tell(Move.RETURNS, parcel, data.untyped_storage())
 
     def _finish_reading(self, parcel: Parcel, reading: ReadJob) -> None:
+        parcel.reading = None
         start = time.perf_counter()
         try:
             reading.future.result()
         except Exception as error:
             if reading.buffer is not None:
-                self._give_back(reading.buffer, None)
+                reading.buffer.give_back()
             raise OffloadError(self._describe(parcel, "could not be read back", error)) from error
-        if parcel.is_on_host:
+        if parcel.lanes is None:
             self.accounts.note_stall(self.host_clock, start, time.perf_counter())
         else:
             self.accounts.note_host_stall(time.perf_counter() - start)
 
-    def take(self, parcel: Parcel) -> tuple[torch.UntypedStorage, int]:
-        """A storage with the value in it, and which byte of the original it begins with; the current stream waits.
+    def take(self, parcel: Parcel) -> tuple[Tensor, int]:
+        """Memory with the value in it, and which byte of the original its storage begins with; the stream waits.
 
         Raises:
             OffloadError: it cannot be had back.
             ChangedInputError: it was written into before it had left.
         """
         alias = parcel.alias
-        parcel.check()
+        if parcel.is_changed or alias is not None:
+            parcel.check()
         if alias is not None:  # it stayed, or is still on its way out: the way back is saved
-            return alias.untyped_storage(), 0
-        self.fetch(parcel)
+            return alias, 0
         if parcel.returned is None:
-            self._bring(parcel)
+            self.fetch((parcel,))
+        if parcel.returned is None:
+            self._bring((parcel,))
         returned = parcel.returned
         assert returned is not None
-        if listeners:
+        if listeners.present:
             self._tell(Move.IS_BACK, parcel, None)
-        if parcel.back is not None:
-            lanes: Lanes = parcel.lanes
-            stream = lanes.current()
+        lanes = parcel.lanes
+        if lanes is None:
+            return returned, parcel.kind.start - int(returned.storage_offset()) * returned.itemsize
+        stream = lanes.current()
+        if stream is not parcel.met:
             self._hold(lanes, stream, parcel.back)
+            parcel.met = stream
             if stream != parcel.stream:
                 returned.record_stream(stream)
-        start = int(returned.storage_offset())
-        return returned.untyped_storage(), parcel.start - start
+        return returned, parcel.kind.start
 
-    def drop_returned(self, parcel: Parcel) -> None:
+    @staticmethod
+    def drop_returned(parcel: Parcel) -> None:
         """Hold what came back no longer: the backward pass has it, or does not want it."""
         returned, parcel.returned = parcel.returned, None
         if returned is not None and parcel.back is not None and parcel.asked > 0:
-            parcel.lanes.lend(returned, is_out=False)
+            parcel.lanes.lend(returned, is_out=False)  # type: ignore[union-attr]
 
     def forget(self, parcel: Parcel) -> None:
         """A parcel dies, wherever: in any thread, also in the midst of other work here. Takes no lock."""
+        lanes = parcel.lanes
         if parcel.is_leaving:
-            self._left_early.append(parcel.size)
+            self._left_early.append(parcel.kind.size)
             alias = parcel.alias
-            if alias is not None and parcel.out is not None:
-                parcel.lanes.lend(alias, is_out=True)
-        if parcel.returned is not None and parcel.back is not None and parcel.asked > 0:
-            parcel.lanes.lend(parcel.returned, is_out=False)
+            if alias is not None and parcel.out is not None and lanes is not None:
+                lanes.lend(alias, is_out=True)
+        if parcel.returned is not None and parcel.back is not None and parcel.asked > 0 and lanes is not None:
+            lanes.lend(parcel.returned, is_out=False)
         if parcel.reading is not None:
-            self._abandon(parcel.reading)
+            Workers.abandon(parcel.reading)
         written = parcel.written
         if written is not None:
             written.forget()
         if parcel.buffer is not None and (written is None or written.failure or written.claim()):
-            self._give_back(parcel.buffer, parcel.out if parcel.back is None else parcel.back)
+            parcel.buffer.give_back(parcel.out if parcel.back is None else parcel.back)
 
-    # Slower tiers.
-
-    def _write(self, parcel: Parcel, data: Tensor, mark: Any, buffer: Buffer | None) -> None:
-        assert self.slow is not None
-        job = parcel.written = WriteJob(self.slow)
-        job.future = self._submit(self._run_write, job, data, mark, buffer, ref(parcel))
-        self._writing.append((job, parcel.travel_bytes))
-
-    def _run_write(
-        self, job: WriteJob, data: Tensor, mark: Any, buffer: Buffer | None, whose: Callable[[], Parcel | None]
-    ) -> None:
-        """On a worker's thread: write, and let go of what held the bytes until now."""
-        assert self.slow is not None
-        start = time.perf_counter()
-        try:
-            if mark is not None:
-                mark.synchronize()
-            key = self.slow.write(data)
-        except Exception as error:  # whatever a tier raises, the value is still where it was
-            job.failure = "is full" if isinstance(error, TierFullError) else f"failed: {error}"
-            parcel = whose()
-            if parcel is not None:
-                self._keep_after_failure(parcel, job.failure)
-            return
-        self.accounts.note_written(data.numel(), time.perf_counter() - start)
-        job.arrive(key)
-        del data
-        parcel = whose()
-        if buffer is not None:
-            if job.leave():
-                if parcel is not None:
-                    parcel.buffer = None
-                self._give_back(buffer, None)
-        elif parcel is not None:
-            alias = parcel.alias
-            if alias is not None and alias._version != parcel.version:  # noqa: SLF001
-                parcel.is_changed = True
-            parcel.alias = None
-
-    def _keep_after_failure(self, parcel: Parcel, reason: str) -> None:
-        assert self.slow is not None
-        if parcel.is_on_host:
-            parcel.stays = True
-        self._say(
-            "slow",
-            f"tier '{self.slow.name}' {reason}. {parcel} stays in memory, and so does whatever finds no room there.\n"
-            "Make room, raise `limit`, or name another `directory`.",
-        )
-
-    def _read(self, parcel: Parcel) -> ReadJob:
-        buffer = None if parcel.is_on_host else self._take_staging(parcel.travel_bytes)
-        data = aligned_bytes(parcel.travel_bytes) if buffer is None else buffer.bytes
-        job = parcel.reading = ReadJob(data, buffer)
-        assert parcel.written is not None
-        marks = () if buffer is None else buffer.busy
-        job.future = self._submit(self._run_read, parcel.written, data[: parcel.travel_bytes], marks)
-        return job
-
-    def _run_read(self, written: WriteJob, into: Tensor, marks: Any) -> None:
-        """On a worker's thread."""
-        for mark in marks:
-            mark.synchronize()
-        start = time.perf_counter()
-        written.read(into)
-        self.accounts.note_read(into.numel(), time.perf_counter() - start)
-
-    def _abandon(self, reading: ReadJob) -> None:
-        buffer = reading.buffer
-        if buffer is not None:
-            kept = buffer
-            reading.future.add_done_callback(lambda _: self._give_back(kept, None))
-
-    def _submit(self, fn: Callable[..., None], *args: Any) -> Future[None]:
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="recollect-offload")
-        return self._workers.submit(fn, *args)
-
-    def _take_staging(self, size: int) -> Buffer:
-        """A buffer for the way to or from a slower tier; waits while too much is on that way."""
-        while self._writing and (
-            self._writing[0][0].future.done() or sum(length for _, length in self._writing) + size > 2 * self.in_flight
-        ):
-            start = time.perf_counter()
-            self._writing.popleft()[0].future.result()
-            self.accounts.note_host_stall(time.perf_counter() - start)
-        buffer = self._staging.pool.take(size)
-        assert buffer is not None
-        return buffer
-
-    @staticmethod
-    def _give_back(buffer: Buffer, busy: Any) -> None:
-        buffer.pool.give_back(buffer, busy)
+    # Words.
 
     def _stays_for_lack(self, parcel: Parcel) -> None:
+        parcel.stays = True
         assert self.host is not None
         limit = self.host.pool.limit
         text = "no more host memory" if limit is None else f"the host limit of {format_bytes(limit)} is reached"
-        self._say(
+        self.notices.add(
             "limit",
-            f"{text}: {parcel} stays on {parcel.device}, and so does whatever finds no room.\n"
+            f"{text}: {parcel} stays on {parcel.kind.device}, and so does whatever finds no room.\n"
             "Raise `limit`, or let the rest go to disk: tier=('host', 'disk').",
         )
 
     def _describe(self, parcel: Parcel, what: str, error: BaseException) -> str:
         name = self.slow.name if parcel.written is not None and self.slow is not None else "host"
         return f"{parcel} {what}, tier '{name}': {error}"
-
-    def _say(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._news.append(message)
-
-    def say_news(self) -> None:
-        """Warn of what happened meanwhile, also on workers' threads; once of each kind. Called without a lock."""
-        while self._news:
-            warnings.warn(self._news.popleft(), UserWarning, stacklevel=3)
-
-    def close(self) -> None:
-        """Wait for the workers, and let them go."""
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-            self._workers = None

@@ -1,0 +1,114 @@
+"""Returns: what a backward pass asks for, what is fetched ahead of that, and how long it is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from recollect._core.torch_private.engine import current_pass, when_pass_ends
+from recollect._offload.learning import SessionOptions
+from recollect._offload.parcels import Parcel
+from recollect._offload.steps import Step
+from recollect._offload.transfers import Transfers
+
+_NO_PASS = -1
+
+
+class Returns:
+    """The way back of a session's values.
+
+    Args:
+        options: of the session.
+        transfers: what does the copying.
+        end_pass: called when a backward pass is done.
+    """
+
+    __slots__ = ("_end_pass", "_in_flight", "_pass_id", "_steps", "_transfers", "_waits")
+
+    def __init__(self, options: SessionOptions, transfers: Transfers, end_pass: Callable[[], None]) -> None:
+        self._in_flight, self._waits, self._transfers = options.in_flight, options.waits, transfers
+        self._end_pass = end_pass
+        self._pass_id = _NO_PASS
+        self._steps: list[Step] = []  # whose values came back since the last pass
+
+    def note_asked(self, parcel: Parcel) -> bool:
+        """A saved tensor is asked for; says whether it is the first time that its value is."""
+        running = current_pass()
+        if running not in (self._pass_id, _NO_PASS):
+            self.drop()  # of a pass that failed, which does not say so
+            self._pass_id = running
+            when_pass_ends(self._end_pass)
+        if parcel.pass_id != running:
+            parcel.pass_id, parcel.asked = running, parcel.users
+            if parcel.step not in self._steps:
+                self._steps.append(parcel.step)
+        return parcel.number not in parcel.step.used
+
+    def fetch_with(self, parcel: Parcel) -> None:
+        """Begin the way back of a value, and of what will be asked for next."""
+        step, transfers = parcel.step, self._transfers
+        if parcel.alias is None and parcel.returned is None:
+            transfers.fetch((parcel,))
+        if step.flying:
+            self._go_on(step)
+        due = step.fetches.get(parcel.number)
+        if due is not None:
+            step.due.extend(due)
+        if step.due:
+            self._fetch_ahead(step)
+        if parcel.is_flying:
+            parcel.is_flying = False
+            step.flying_bytes -= parcel.kind.size
+
+    def _go_on(self, step: Step) -> None:
+        """What a slower tier has given back meanwhile goes on to the device."""
+        ready = [
+            parcel
+            for parcel in step.live(list(step.flying))
+            if parcel.reading is not None and parcel.reading.future.done()
+        ]
+        step.flying.difference_update(parcel.number for parcel in ready)
+        self._transfers.fetch(ready)
+
+    def _fetch_ahead(self, step: Step) -> None:
+        # Late in backward there is room enough for what a timetable has chosen not to wait for.
+        is_bounded = self._waits or step.sends is None
+        fetched = []
+        while step.due:
+            number = step.due[0]
+            parcel = step.parcels[number]()
+            if parcel is not None and number not in step.used and parcel.alias is None and parcel.returned is None:
+                size = parcel.kind.size
+                if is_bounded and step.flying_bytes and step.flying_bytes + size > self._in_flight:
+                    break
+                fetched.append(parcel)
+                if not parcel.is_flying:
+                    parcel.is_flying = True
+                    step.flying_bytes += size
+                parcel.asked = max(parcel.asked, 1)
+            step.due.popleft()
+        if fetched:
+            if step not in self._steps:
+                self._steps.append(step)
+            self._transfers.fetch(fetched)
+            if self._transfers.slow is not None:
+                step.flying.update(parcel.number for parcel in fetched if parcel.reading is not None)
+
+    def note_given(self, parcel: Parcel) -> None:
+        """A saved tensor was given; after the last of its value's, what came back is held no longer."""
+        parcel.asked -= 1
+        if parcel.asked <= 0 or parcel.pass_id == _NO_PASS:
+            parcel.asked = 0
+            self._transfers.drop_returned(parcel)
+
+    def drop(self) -> None:
+        """The pass is done: hold nothing that came back."""
+        self._pass_id = _NO_PASS
+        steps, self._steps = self._steps, []
+        for step in steps:
+            for one in step.parcels:
+                parcel = one()
+                if parcel is not None:
+                    self._transfers.drop_returned(parcel)
+                    parcel.asked, parcel.is_flying = 0, False
+            step.flying_bytes = 0
+            step.flying.clear()
