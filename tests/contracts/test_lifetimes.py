@@ -182,6 +182,27 @@ def test_inputs_go_right_after_recomputation(engine: str, form: str) -> None:
     assert alive == [set()]
 
 
+class Special(Tensor):
+    """A subclass of tensor, as distributed ones are."""
+
+
+@each_engine
+def test_inputs_go_right_after_recomputation_where_the_result_is_of_a_subclass(engine: str) -> None:
+    watched, x, alive = Watched(), fresh(), list[set[str]]()
+
+    def fn(x: Tensor) -> Tensor:
+        z = x.exp().sin()
+        if not recollect.is_recomputing():
+            z.register_hook(lambda _: alive.append(watched.alive))
+        return z.cos().as_subclass(Special)
+
+    y = call(engine, "positional", x, fn)
+    watched.show(x=x)
+    del x
+    backward(y.as_subclass(Tensor).sum())
+    assert alive == [set()]
+
+
 @each_form
 def test_inputs_go_before_backward_is_done_where_there_are_several_outputs(form: str) -> None:
     watched, x, alive = Watched(), fresh(), list[set[str]]()

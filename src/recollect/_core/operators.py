@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.torch_private.collectives import written_by_collective
+from recollect._core.torch_private.dispatch import FAKES
 from recollect._core.torch_private.ops import op_name
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.torch_private.schemas import (
@@ -184,7 +185,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor consists of: itself, or what it wraps; none where memory cannot be told."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _PLAIN or type(tensor).__module__ == FAKES:  # fake storages are as distinct as real ones
         return [tensor] if tensor.layout is torch.strided else []
     if not hasattr(tensor, "__tensor_flatten__"):
         return []

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
-from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.dispatch import FAKES, DispatchMode
 from recollect._core.torch_private.pytree import tree_leaves
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -44,9 +44,10 @@ class ChangedWatch(DispatchMode):
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where a tensor's bytes begin; 0 if it has none of its own."""
+    """Where a tensor's bytes begin; 0 if it has none of its own. Of a fake one, what tells its storage from others."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        return id(storage) if type(tensor).__module__ == FAKES else storage.data_ptr()
     except (RuntimeError, NotImplementedError):  # no storage of its own
         return 0
 

@@ -276,7 +276,7 @@ class Frame:
         With one differentiable output, the first saved tensor that is asked for shows it. With several, each
         output's node reports when a pass runs it.
         """
-        if type(result) is Tensor:
+        if isinstance(result, Tensor):
             self.outputs = 1
             return
         leaves = tree_leaves(result) if is_container(type(result)) else ()

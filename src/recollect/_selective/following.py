@@ -24,7 +24,7 @@ from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
 from recollect._selective.kept_call import States, read_states, sources_of
 from recollect._selective.program import HELD, Bound, Call, Inner, Link, Listed, Program, Unfixed, View, fixed
-from recollect._selective.recording import PLAIN_TENSORS, hold, results_of
+from recollect._selective.recording import TensorClasses, hold, results_of
 
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame, Pack
@@ -42,8 +42,9 @@ _END = Call(None, None, is_single=True, draws=False)
 class Following(FunctionMode):
     """One forward under a program."""
 
-    def __init__(self, program: Program, *, notes_choices: bool) -> None:
+    def __init__(self, program: Program, classes: TensorClasses, *, notes_choices: bool) -> None:
         super().__init__()
+        self._result, self._plain, self._start = classes.result, classes.plain, classes.start
         self.program, self._notes_choices = program, notes_choices
         self.choices: list[list[Tensor]] = []
         self.bound = Bound(len(program.makers), len(program.calls))
@@ -68,13 +69,13 @@ class Following(FunctionMode):
         leaves = arguments.leaves
         for number, index in self.program.inputs.items():
             tensor: Any = leaves[index] if index < len(leaves) else None  # a list may be shorter than it was
-            if type(tensor) not in PLAIN_TENSORS or tensor.is_inference():
+            if type(tensor) not in self._plain or tensor.is_inference():
                 self.why_broken = _OTHER_WAYS
                 return
             self._refs[number] = ref(tensor)
             self.bound.versions[number] = tensor._version  # noqa: SLF001
             if number in self.program.bases:
-                self._starts[number] = tensor.data_ptr()
+                self._starts[number] = self._start(tensor)
 
     def __torch_function__(  # noqa: C901, PLR0912, PLR0915 (written out: it runs per call of torch)
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -97,7 +98,7 @@ class Following(FunctionMode):
         self._is_calling = False
         if func in CHOOSING and self._notes_choices:
             self._note_choice(result)
-        is_alike = type(result) is Tensor and call.shapes == result.shape and call.dtype is result.dtype
+        is_alike = type(result) is self._result and call.shapes == result.shape and call.dtype is result.dtype
         if is_alike and call.is_simple and call.func is func:
             # The usual case.
             self._next = index + 1
@@ -117,11 +118,11 @@ class Following(FunctionMode):
             refs[number] = ref(result)
             versions[number] = result._version  # noqa: SLF001
             if call.is_base:
-                self._starts[number] = result.data_ptr()
+                self._starts[number] = self._start(result)
             if self._pending:
                 self._check_pending()
             return result
-        if type(result) is Tensor:
+        if type(result) is self._result:
             if not is_alike or (call.func is not func and call.func != func):
                 self.why_broken = _OTHER_CALLS
                 return result
@@ -158,7 +159,7 @@ class Following(FunctionMode):
                 if call.kept:
                     bound.held[number] = result.detach()
                 if call.is_base:
-                    self._starts[number] = result.data_ptr()
+                    self._starts[number] = self._start(result)
         else:
             self._bind_results(call, result)
         if self._pending:
@@ -223,14 +224,14 @@ class Following(FunctionMode):
 
     def _bind_outside(self, number: int, tensor: Any) -> None:
         """A parameter, something the function closes over, the result of a kept block: seen for the first time."""
-        if type(tensor) not in PLAIN_TENSORS or self.program.makers[number] >= 0 or tensor.is_inference():
+        if type(tensor) not in self._plain or self.program.makers[number] >= 0 or tensor.is_inference():
             self.why_broken = _OTHER_WAYS
             return
         self._refs[number] = ref(tensor)
         self.bound.held[number] = hold(tensor)
         self.bound.versions[number] = tensor._version  # noqa: SLF001
         if number in self.program.bases:
-            self._starts[number] = tensor.data_ptr()
+            self._starts[number] = self._start(tensor)
 
     def _check_identity(self, index: int, call: Call, result: Any) -> None:
         """A result that was one of the arguments (of `contiguous`, `to`, a dropout of nothing) must be so again."""
@@ -257,7 +258,7 @@ class Following(FunctionMode):
         start = self._starts.get(view.number)
         return (
             start is not None
-            and tensor.data_ptr() - start == view.delta
+            and self._start(tensor) - start == view.delta
             and tensor.stride() == view.stride
             and tensor.shape == view.shape
         )
@@ -271,7 +272,7 @@ class Following(FunctionMode):
                 if place in call.kept:
                     bound.held[number] = tensor.detach()
                 if number in self.program.bases:
-                    self._starts[number] = tensor.data_ptr()
+                    self._starts[number] = self._start(tensor)
 
     def packer(self, frame: Frame) -> Pack:
         """The saved-tensor hook of forward: gives a handle, and checks that the tensor is what the program says.
@@ -324,7 +325,7 @@ class Following(FunctionMode):
                 continue
             known = self._refs[source]
             base = known() if known is not None else None
-            if base is None or base.data_ptr() != tensor.data_ptr() or base.stride() != tensor.stride():
+            if base is None or self._start(base) != self._start(tensor) or base.stride() != tensor.stride():
                 self.why_broken = _OTHER_WAYS
         self._pending.clear()
 

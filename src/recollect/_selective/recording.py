@@ -12,6 +12,8 @@ which only a part is kept. What is left is replayed once and compared, to the bi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +24,7 @@ from recollect._core.operators import UNFILLED, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
+from recollect._core.torch_private.dispatch import fake_class
 from recollect._recompute.hooks import read_meta
 from recollect._selective.kept_call import States, read_states, sources_of
 from recollect._selective.program import (
@@ -39,10 +42,41 @@ from recollect._selective.program import (
     fixed,
 )
 
-PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _UNFILLED = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in UNFILLED if hasattr(owner, name))
 _GRAD = getattr(Tensor.grad, "__get__")  # noqa: B009 (a descriptor, whatever its annotation says)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorClasses:
+    """What plain tensors are where a region runs.
+
+    Attributes:
+        result: the class of what operators give.
+        plain: all classes that can be vouched for.
+        start: where a tensor starts in memory; of fake ones, where it would.
+        can_compare: whether they have values.
+    """
+
+    result: type[Tensor]
+    plain: frozenset[type[Tensor]]
+    start: Callable[[Tensor], int]
+    can_compare: bool
+
+
+_REAL = TensorClasses(result=Tensor, plain=frozenset({Tensor, nn.Parameter}), start=Tensor.data_ptr, can_compare=True)
+
+
+def tensor_classes(*, may_be_fake: bool) -> TensorClasses:
+    """Those of this place."""
+    fake = fake_class() if may_be_fake else None
+    if fake is None:
+        return _REAL
+    return TensorClasses(result=fake, plain=_REAL.plain | {fake}, start=_start_of_fake, can_compare=False)
+
+
+def _start_of_fake(tensor: Tensor) -> int:
+    return (id(tensor.untyped_storage()) << 64) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def name_of_call(func: Any) -> str:
@@ -78,8 +112,9 @@ class Recording(FunctionMode):
         why_broken: why it cannot be believed; None if it can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, classes: TensorClasses) -> None:
         super().__init__()
+        self.classes = classes
         self.entries: list[RecordedCall] = []
         self.tensors: list[Tensor] = []
         self.saved: list[tuple[Tensor, RecordedCall | None, int]] = []
@@ -144,7 +179,7 @@ class Recording(FunctionMode):
             self.broken(f"{name_of_call(func)} cannot be recomputed")
         if any_autocast_enabled() is not self._autocast:
             self.broken("it switches autocast on or off")
-        entry.is_single = type(result) is Tensor
+        entry.is_single = type(result) is self.classes.result
         entry.args = [self._template(value, entry.links) for value in args]
         entry.kwargs = {name: self._template(value, entry.links) for name, value in kwargs.items()}
         entry.outs = [self._number(tensor, len(self.entries)) for tensor in results]
@@ -167,7 +202,7 @@ class Recording(FunctionMode):
         number = self._numbers[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         self._makers.append(maker)
-        is_plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_inference()
+        is_plain = type(tensor) in self.classes.plain and tensor.layout is torch.strided and not tensor.is_inference()
         if not is_plain or tensor.is_complex():  # a view of complex numbers may be a conjugate one
             self.broken(f"it works on an unusual tensor ({type(tensor).__name__}, {tensor.layout})")
             self._versions.append(0)

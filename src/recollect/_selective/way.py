@@ -21,7 +21,7 @@ from torch import Tensor
 from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
 from recollect._core.pytree import Arguments
-from recollect._core.torch_private.ambient import function_mode_depth
+from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched, without_dispatch_modes
 from recollect._core.torch_private.engine import top_hooks
@@ -35,11 +35,11 @@ from recollect._selective.decisions import Asker, Decisions
 from recollect._selective.following import Following
 from recollect._selective.kept_call import Hooks, has_same_bits
 from recollect._selective.kept_calls import KeptCalls, Slipped
-from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge
+from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
 from recollect._selective.nested import kept_inside
 from recollect._selective.operator_modes import ChoiceMode, KeepingMode, ServingMode
 from recollect._selective.program import HELD, Bound, Program
-from recollect._selective.recording import Recording
+from recollect._selective.recording import Recording, TensorClasses, tensor_classes
 from recollect._selective.replay import Replay
 from recollect._selective.replay_way import Replaying
 from recollect._selective.serving import Serving
@@ -93,7 +93,7 @@ class SelectiveWay(Rerun):
             is_alone = hooks is None or frame_of(hooks[0]) is None
             return (None, frame.pack()) if is_alone else None
         if decisions.program is not None and self._may_record(frame):
-            following = self._following = Following(decisions.program, notes_choices=knowledge.keeps_defaults)
+            following = self._following = self._follow(decisions.program)
             following.begin(arguments)
             return (following, nullcontext()), following.packer(frame)
         if hooks is None and self._may_serve(frame):
@@ -101,6 +101,9 @@ class SelectiveWay(Rerun):
             serving = self._serving = Serving(frame.name, decisions.wanted, decisions.unneeded, frame.handles)
             return (serving.forward, serving), frame.pack()
         return None
+
+    def _follow(self, program: Program) -> Following:
+        return Following(program, _tensor_classes(), notes_choices=self._knowledge.keeps_defaults)
 
     def _make_sides(self, frame: Frame, arguments: Arguments, hooks: Hooks | None) -> Sides:
         knowledge, decisions = self._knowledge, self._decisions
@@ -113,9 +116,9 @@ class SelectiveWay(Rerun):
         recorder: Recording | Following | None = None
         if self._may_record(frame):
             if decisions.program is None:
-                recorder = self._recording = Recording()
+                recorder = self._recording = Recording(_tensor_classes())
             else:
-                recorder = self._following = Following(decisions.program, notes_choices=knowledge.keeps_defaults)
+                recorder = self._following = self._follow(decisions.program)
             recorder.begin(arguments)
         is_exact = frame.options.matcher.values is not None
         if inside is not None and self._is_decided_outside:
@@ -192,7 +195,7 @@ class SelectiveWay(Rerun):
                 "it calls FSDP units, whose parameters are gathered and freed",
             )
             return False
-        if function_mode_depth() or top_hooks(True) is not None or is_watched():  # noqa: FBT003
+        if has_foreign_function_modes() or top_hooks(True) is not None or is_watched():  # noqa: FBT003
             return False
         if frame.around.is_captured and (decisions.program is None or decisions.program.draws):
             return False  # while a CUDA graph is captured, generators cannot be read, and nothing can be compared
@@ -372,24 +375,14 @@ class SelectiveWay(Rerun):
         return False
 
     def _try(self, frame: Frame, recording: Recording, program: Program, bound: Bound) -> Replaying:
-        """Replay everything once and compare it, to the bit, with what forward saved."""
-        assert frame.inputs is not None
+        """Make a way of a program that was tried."""
         saved = [tensor for tensor, _, _ in recording.saved]
-        found: dict[int, Tensor] = {}
-        uses = list(program.uses)
-        try:
-            with without_dispatch_modes(), torch.no_grad():
-                leaves = frame.inputs.materialise(frame.name)
-                replay = Replay(frame.name, program, bound, leaves, uses, is_last=False, fill=found.__setitem__)
-                for index, source in enumerate(program.sources):
-                    if source is not HELD and index not in found:
-                        value = replay.take(index)
-                        if value is not None:
-                            found[index] = value
-                if not all(has_same_bits(value, saved[index]) for index, value in found.items()):
+        if recording.classes.can_compare:
+            try:
+                if not self._replays_exactly(frame, saved, program, bound):
                     recording.broken("its replay gave different values")
-        except Exception as error:
-            recording.broken(f"its replay failed: {error}")
+            except Exception as error:
+                recording.broken(f"its replay failed: {error}")
         live = find_live(frame.handles)
         frame.held = {}
         for index, source in enumerate(program.sources):
@@ -397,6 +390,21 @@ class SelectiveWay(Rerun):
                 value = saved[index].detach()
                 frame.held[index] = (value, value._version)  # noqa: SLF001
         return Replaying(program, bound, self._begin_pass)
+
+    def _replays_exactly(self, frame: Frame, saved: list[Tensor], program: Program, bound: Bound) -> bool:
+        """Replay everything once and compare it, to the bit, with what forward saved."""
+        assert frame.inputs is not None
+        found: dict[int, Tensor] = {}
+        with without_dispatch_modes(), torch.no_grad():
+            leaves = frame.inputs.materialise(frame.name)
+            uses = list(program.uses)
+            replay = Replay(frame.name, program, bound, leaves, uses, is_last=False, fill=found.__setitem__)
+            for index, source in enumerate(program.sources):
+                if source is not HELD and index not in found:
+                    value = replay.take(index)
+                    if value is not None:
+                        found[index] = value
+            return all(has_same_bits(value, saved[index]) for index, value in found.items())
 
     # Backward, where there is no program.
     def _begin_pass(self) -> None:
@@ -449,6 +457,11 @@ class SelectiveWay(Rerun):
         context = frame.recompute_context
         found = context.held() if isinstance(context, Again | Serving) else []
         return [("kept", tensor) for tensor in found]
+
+
+def _tensor_classes() -> TensorClasses:
+    """Of fake tensors only what is learned apart is recorded: it cannot be compared, so no real call may follow it."""
+    return tensor_classes(may_be_fake=are_apart())
 
 
 def _checking(pack: Pack, mode: ServingMode) -> Pack:

@@ -105,6 +105,16 @@ class FunctionMode(TorchFunctionMode):
             stance.__exit__(exc_type, exc_val, exc_tb)
 
 
+def has_foreign_function_modes() -> bool:
+    """Whether torch-function modes are on, ours included, that may not be among the calls of a program.
+
+    One that only translates what the user's code says, the same way each time, has ``is_transparent`` set.
+    """
+    return function_mode_depth() > 0 and not all(
+        getattr(mode, "is_transparent", False) for mode in _read_modes(ours=True)
+    )
+
+
 def _read_modes(*, ours: bool) -> tuple[Any, ...]:
     modes = (_C._get_function_stack_at(i) for i in range(function_mode_depth()))
     return tuple(mode for mode in modes if ours or not isinstance(mode, FunctionMode))

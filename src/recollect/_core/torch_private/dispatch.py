@@ -8,6 +8,7 @@ does not see the operators of backward).
 Run on: torch 2.11 (CUDA), 2.13 (CPU).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -22,9 +23,11 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "FAKES",
     "DispatchMode",
     "alias_with_version",
     "dispatch_mode_depth",
+    "fake_class",
     "is_watched",
     "quick_alias",
     "without_dispatch_modes",
@@ -33,6 +36,8 @@ __all__ = [
 _exclude = _C._dispatch_tls_set_dispatch_key_excluded
 _is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
 _VERSIONED = _C.DispatchKey.ADInplaceOrView
+FAKES = "torch._subclasses.fake_tensor"
+"""The module of tensors without memory, which is not imported for their sake."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -121,10 +126,21 @@ def quick_alias(tensor: Tensor) -> Tensor:
         _exclude(_VERSIONED, True)  # noqa: FBT003
 
 
+def fake_class() -> type[Tensor] | None:
+    """The class of tensors while a mode is on that makes them fake; None while there is none."""
+    if not _C._len_torch_dispatch_stack():
+        return None
+    is_on = any(type(mode).__module__ == FAKES for mode in _get_current_dispatch_mode_stack())
+    return sys.modules[FAKES].FakeTensor if is_on else None
+
+
 def is_watched() -> bool:
-    """Whether somebody looks on who may call torch in between: a dispatch mode of theirs, or hooks on all modules."""
+    """Whether somebody looks on who may call torch in between: a dispatch mode of theirs, or hooks on all modules.
+
+    A mode that makes tensors fake does not look on.
+    """
     if _C._len_torch_dispatch_stack() and not all(
-        isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()
+        isinstance(mode, DispatchMode) or type(mode).__module__ == FAKES for mode in _get_current_dispatch_mode_stack()
     ):
         return True
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)

@@ -175,6 +175,8 @@ def _in_float32(tensor: Tensor) -> Tensor:
 class _Devices(TorchFunctionMode):
     """Lets what the user's code says of CUDA mean the CPU, where the fake tensors are."""
 
+    is_transparent = True
+
     def __init__(self, translation: Translation) -> None:
         super().__init__()
         self._note = translation.note
