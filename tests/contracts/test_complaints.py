@@ -6,16 +6,13 @@ Each docstring-like comment says the complaint in our words; the test shows that
 from __future__ import annotations
 
 import contextvars
-import gc
 import itertools
 import re
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context
-from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -28,6 +25,7 @@ import recollect
 from recollect import compat
 from recollect._profile.memory import LiveBytes
 from tests.collecting import collect_new, without_collector
+from tests.counting import count_calls
 from tests.models import GPT
 from tests.naming import name_of
 from tests.watching import Counted, Operators, backward, what_is_in_force
@@ -768,25 +766,6 @@ def test_complaint_22_what_is_done_only_once_is_not_taken_for_an_activation() ->
 
 
 # Slow.
-
-
-def count_calls(step: Callable[[], object]) -> int:
-    """How many calls of functions, in Python and from Python into C, a step makes."""
-    count = 0
-
-    def note(_frame: FrameType, what: str, _argument: Any) -> None:
-        nonlocal count
-        count += what in ("call", "c_call")
-
-    gc.collect()
-    gc.disable()  # what earlier tests left behind is not to end within this step
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
 
 
 def torchs_checkpoint() -> Callable[..., Any]:

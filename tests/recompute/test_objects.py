@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import recollect
+from tests.counting import count_calls
 
 
 class Cache:
@@ -142,3 +143,22 @@ def test_a_context_variable_that_holds_settings_is_seen_as_in_forward() -> None:
     settings.reset(token)
     y.sum().backward()
     assert torch.equal(x.grad, 3 * torch.full((2,), 3.0).exp())  # type: ignore[arg-type]
+
+
+def test_plain_values_in_a_context_variable_cost_no_call_each() -> None:
+    # Since torch 2.13 its settings are such values, once Inductor ran: hundreds, at each call of a region.
+    settings: ContextVar[dict[str, Any]] = ContextVar("settings")
+    x = torch.ones(2, requires_grad=True)
+
+    def step() -> None:
+        torch.autograd.backward(recollect.checkpoint(torch.sin)(x).sum())
+
+    def count(size: int) -> int:
+        def run() -> int:
+            settings.set({str(number): number for number in range(size)} | {"parts": list(range(size))})
+            step()
+            return count_calls(step)
+
+        return copy_context().run(run)
+
+    assert count(1000) == count(1)

@@ -22,6 +22,7 @@ _FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType, Bu
 COLLECTIONS = (dict, list, set, deque)
 """What user code may collect something in."""
 _VALUES = (type(None), bool, int, float, complex, str, bytes, slice, range)
+_UNCHANGING = frozenset(_VALUES)
 _MOST = 512  # parts of one object before it is left alone
 
 Contents = dict[Any, Any] | list[Any] | set[Any]
@@ -136,15 +137,15 @@ def _put(entries: list[tuple[Any, Contents]]) -> None:
 
 def copy_collections(value: Any, depth: int = 4) -> Any:
     """A collection with copies of the collections in it, tensors in it cut off from their graph; others as they are."""
-    if depth and isinstance(value, COLLECTIONS):
-        other = value.copy()
-        parts = [
-            copy_collections(_cut(part), depth - 1) for part in (value.values() if isinstance(value, dict) else value)
-        ]
+    if not depth or not isinstance(value, COLLECTIONS):
+        return value
+    other: Any = value.copy()
+    if isinstance(other, dict):
+        for key, part in value.items():
+            if type(part) not in _UNCHANGING:
+                other[key] = copy_collections(_cut(part), depth - 1)
+    elif not _UNCHANGING.issuperset(map(type, value)):
+        parts = [copy_collections(_cut(part), depth - 1) for part in value]
         other.clear()
-        if isinstance(other, dict):
-            other.update(zip(value, parts, strict=True))
-        else:
-            (other.update if isinstance(other, set) else other.extend)(parts)
-        return other
-    return value
+        (other.update if isinstance(other, set) else other.extend)(parts)
+    return other

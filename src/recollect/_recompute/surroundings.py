@@ -26,8 +26,13 @@ T = TypeVar("T")
 
 
 def _collections_in(context: contextvars.Context) -> list[tuple[contextvars.ContextVar[Any], Any]]:
-    """The variables in which user code may collect something, and their values."""
-    return [pair for pair in context.items() if isinstance(pair[1], COLLECTIONS)]
+    """The variables in which user code may collect something, and their values.
+
+    In those whose names begin so, torch keeps its settings (2.13, once Inductor ran): hundreds, in dicts.
+    """
+    return [
+        pair for pair in context.items() if isinstance(pair[1], COLLECTIONS) and not pair[0].name.startswith("torch.")
+    ]
 
 
 def _copy_collections(context: contextvars.Context, found: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:
