@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recollect._offload.prefetch import LINK_SHARE, SeenValue, Speeds, Timetable, make_timetable
+from tests.offload.simulated import simulate
 
 EVEN = Speeds(out=100.0, back=100.0)
 
@@ -63,6 +64,55 @@ def test_everything_is_sent_if_the_step_may_wait_but_the_last() -> None:
     table = make_timetable(layers(size=100), EVEN, in_flight=100, waits=True)
     assert all(table.sends[:8])
     assert not table.sends[-1]
+
+
+MIB = 2**20
+LINK = Speeds(out=55e9, back=55e9)
+
+
+def region_inputs() -> tuple[list[SeenValue], float]:
+    """A step whose 16 layers are regions (d2048, 16,384 tokens, on an H200), and when its memory is at its peak.
+
+    Each region saves its input, the last norm and the head theirs, and the loss 2 GB. Memory is at its peak while the
+    gradient of the loss is computed.
+    """
+    layer_s, back_s, forward_s = 4.5e-3, 13e-3, 80e-3
+    made = [(layer_s * at, forward_s + 9.3e-3 + back_s * (15 - at)) for at in range(16)]
+    made += [(16 * layer_s, forward_s + 9e-3), (16 * layer_s + 1e-4, forward_s + 2e-3)]
+    inputs = [SeenValue(bytes=64 * MIB, made_s=made_s, used_s=used_s) for made_s, used_s in made]
+    loss = SeenValue(bytes=2000 * MIB, made_s=forward_s - 1e-3, used_s=forward_s)
+    return [*inputs, loss], forward_s + 1e-3
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.1, 1.2])
+@pytest.mark.parametrize("waits", [False, True])
+def test_inputs_of_regions_are_away_at_the_peak_and_the_step_never_waits(waits: bool, slower: float) -> None:
+    values, peak_s = region_inputs()
+    table = make_timetable(values, LINK, in_flight=2**30, waits=waits)
+    step = simulate(values, table, LINK, slower=slower)
+    assert step.stall_s == 0
+    assert table.sent_bytes >= 16 * 64 * MIB
+    assert sum(value.bytes for value in values) - step.bytes_at(values, peak_s) == table.sent_bytes
+
+
+def test_what_must_come_back_with_the_beginning_of_backward_is_not_sent() -> None:
+    values, _ = region_inputs()
+    table = make_timetable(values, LINK, in_flight=2**30, waits=True)
+    assert [number for number, is_sent in enumerate(table.sends) if not is_sent] == [17, 18]  # of the head, of the loss
+
+
+def test_a_link_that_is_slower_than_backward_carries_all_the_same() -> None:
+    values, _ = region_inputs()
+    table = make_timetable(values, Speeds(out=1e9, back=1e9), in_flight=2**30, waits=True)
+    assert all(table.sends[:14])
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.05])
+def test_what_is_hidden_stays_hidden_on_a_link_that_is_a_little_slower(slower: float) -> None:
+    values = layers(100, size=2**28, forward_s=0.08, backward_s=0.15)
+    table = make_timetable(values, LINK, in_flight=2**30, waits=False)
+    assert simulate(values, table, LINK, slower=slower).stall_s == 0
+    assert table.sent_bytes >= 0.85 * LINK.out * 0.08
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -359,6 +359,33 @@ def test_the_memory_goes_when_the_computing_stream_has_waited() -> None:
     y.sum().backward()
 
 
+def test_inputs_of_regions_leave_beside_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A region hands over its input and saves nothing more: a copy that begins at the next one is not waited for there.
+    session, lanes = late_session()
+    begun, waits = 0, 0
+    hold = lanes.hold
+
+    def layer(x: Tensor) -> Tensor:
+        nonlocal begun
+        begun = lanes.outs
+        return x.sin().exp()
+
+    def hold_in_forward(stream: Any, mark: Any) -> None:
+        nonlocal waits
+        waits += 1
+        assert lanes._out.index(mark) < begun
+        hold(stream, mark)
+
+    for _ in range(4):
+        y = torch.randn(64, requires_grad=True) * 1
+        with monkeypatch.context() as patches, session:
+            patches.setattr(lanes, "hold", hold_in_forward)
+            for _ in range(6):
+                y = recollect.checkpoint(layer)(y)
+        y.sum().backward()
+    assert waits >= 3
+
+
 def test_two_sessions_share_a_pool() -> None:
     host = HostTier(limit=2**20)
     sessions = [late_session(host=host)[0] for _ in range(2)]

@@ -22,10 +22,11 @@ class Departures:
         waiting: values that are sent once nobody else holds them.
     """
 
-    __slots__ = ("_in_flight", "_transfers", "_waits", "pending", "waiting")
+    __slots__ = ("_begun", "_in_flight", "_transfers", "_waits", "pending", "waiting")
 
     def __init__(self, options: SessionOptions, transfers: Transfers) -> None:
         self._in_flight, self._waits, self._transfers = options.in_flight, options.waits, transfers
+        self._begun = 0  # copies, when the last value was seen
         self.pending: deque[tuple[ref[Parcel], int]] = deque()
         self.waiting: list[ref[Parcel]] = []
 
@@ -48,6 +49,7 @@ class Departures:
         due = step.releases.get(number)
         if due is not None or step.late:
             self._let_go(step, due or ())
+        self._begun = self._transfers.turn
 
     def _sends(self, step: Step, parcel: Parcel) -> bool:
         """Whether a value is sent of which nothing is known yet."""
@@ -124,14 +126,17 @@ class Departures:
             step.late = []
 
     def _let_go(self, step: Step, numbers: list[int] | tuple[()]) -> None:
-        """Let go of the memory of what will have left by now, as the timetable has it."""
+        """Let go of the memory of what will have left by now, as the timetable has it.
+
+        A copy that has only just begun is not waited for, but at the next value: it was to begin earlier.
+        """
         late, step.late = step.late, []
         leaving = []
         for number in [*late, *numbers]:
             parcel = step.parcels[number]()
             if parcel is None or parcel.stays:
                 continue
-            if parcel.is_leaving:
+            if parcel.is_leaving and parcel.turn <= self._begun:
                 leaving.append(parcel)
             elif parcel.alias is not None:
                 step.late.append(number)

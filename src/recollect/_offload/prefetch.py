@@ -17,7 +17,13 @@ LINK_SHARE = 0.92
 
 _LATE = 1.05  # how much longer than foreseen copies may take before the step waits for one to let go of its memory
 
-_SLACK = 0.03  # of backward's time: how much earlier a value is to be back
+_SLACK = 0.03  # of backward's time: how much earlier a value is to be back, at most; its own copy's time is enough
+
+_AT_ONCE = 0.05  # of backward: later values are sent also over a link so slow that they come late
+
+_SLOWER = (
+    1.08  # how much longer than foreseen the ways back are taken to be: one that follows another comes later still
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +102,9 @@ def make_timetable(
     else:
         gone_s = _send_hidden(values, speeds, most_bytes, has_room)
         delay_s = [0.0] * len(values)
-    late_s = delay_s[-1] if delay_s else 0.0
-    fetches, order = _plan_fetches(values, speeds, gone_s, late_s)
+    uses = _Uses.of(values, delay_s[-1] if delay_s else 0.0)
+    gone_s = {at: end_s for at, end_s in gone_s.items() if not uses.is_at_once(values[at], speeds)}
+    fetches, order = _plan_fetches(values, speeds, gone_s, uses)
     releases: dict[int, list[int]] = {}
     made_s = [value.made_s + delay for value, delay in zip(values, delay_s, strict=True)]
     for number, end_s in gone_s.items():
@@ -161,25 +168,60 @@ def _send_waiting(
     return gone_s, delay_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Uses:
+    """When backward asks for values.
+
+    Attributes:
+        times_s: in order; `numbers` says of which.
+        late_s: how much later than it was seen, because the step waits in forward.
+        slack_s: how much earlier values are to be back, at most.
+    """
+
+    times_s: list[float]
+    numbers: list[int]
+    late_s: float
+    slack_s: float
+
+    @classmethod
+    def of(cls, values: Sequence[SeenValue], late_s: float) -> _Uses:
+        uses = sorted(
+            (value.used_s + late_s, number) for number, value in enumerate(values) if value.used_s is not None
+        )
+        times_s = [used_s for used_s, _ in uses]
+        slack_s = _SLACK * (times_s[-1] - times_s[0]) if uses else 0.0
+        return cls(times_s=times_s, numbers=[number for _, number in uses], late_s=late_s, slack_s=slack_s)
+
+    def begin_s(self, used_s: float, copy_s: float) -> float:
+        """When a way back that takes so long must begin, if nothing else is on the link."""
+        return used_s - min(self.slack_s, copy_s) - _SLOWER * copy_s
+
+    def last_before(self, when_s: float) -> int:
+        """The place of the last use that is not later; -1 if all are."""
+        return bisect.bisect_right(self.times_s, when_s) - 1
+
+    def is_at_once(self, value: SeenValue, speeds: Speeds) -> bool:
+        """Whether its way back must begin with backward, where memory is at its peak: sending it frees nothing."""
+        if value.used_s is None:
+            return False
+        times_s, used_s = self.times_s, value.used_s + self.late_s
+        is_soon = used_s - times_s[0] <= _AT_ONCE * (times_s[-1] - times_s[0])
+        return is_soon and self.last_before(self.begin_s(used_s, value.bytes / speeds.back)) <= 0
+
+
 def _plan_fetches(
-    values: Sequence[SeenValue], speeds: Speeds, gone_s: dict[int, float], late_s: float
+    values: Sequence[SeenValue], speeds: Speeds, gone_s: dict[int, float], uses: _Uses
 ) -> tuple[dict[int, list[int]], tuple[int, ...]]:
     """At whose use each value's way back begins: as late as it can, all that must come before others' included."""
-    uses = sorted((value.used_s + late_s, number) for number, value in enumerate(values) if value.used_s is not None)
-    if not uses:
-        return {}, ()
-    times_s = [used_s for used_s, _ in uses]
-    slack_s = _SLACK * (times_s[-1] - times_s[0])
-    order = [number for _, number in uses if number in gone_s]
     fetches: dict[int, list[int]] = {}
     next_s = float("inf")
-    for used_s, number in reversed(uses):
+    for used_s, number in zip(reversed(uses.times_s), reversed(uses.numbers), strict=True):
         if number not in gone_s:
             continue
-        next_s = min(used_s - slack_s, next_s) - values[number].bytes / speeds.back
-        at = bisect.bisect_right(times_s, max(next_s, gone_s[number])) - 1
-        begins = -1 if at < 0 else uses[at][1]
-        fetches.setdefault(begins, []).append(number)
+        copy_s = values[number].bytes / speeds.back
+        next_s = min(uses.begin_s(used_s, copy_s), next_s - _SLOWER * copy_s)
+        at = uses.last_before(max(next_s, gone_s[number]))
+        fetches.setdefault(-1 if at < 0 else uses.numbers[at], []).append(number)
     for waiting in fetches.values():
         waiting.reverse()
-    return fetches, tuple(order)
+    return fetches, tuple(number for number in uses.numbers if number in gone_s)

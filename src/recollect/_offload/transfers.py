@@ -42,6 +42,7 @@ class Transfers:
         leaving_bytes: on their way out, and still on the device.
         accounts: what happened, in numbers.
         notices: what is to be said to the user.
+        turn: how many copies out were begun.
         copies_host: whether values that are in host memory already are copied there, in place of staying.
         host_clock: the time of values that are in host memory.
     """
@@ -63,7 +64,7 @@ class Transfers:
         self._lanes: dict[torch.device, Lanes | Literal[False] | None] = {}
         self._left_early: deque[int] = deque()  # sizes of parcels that died on their way out
         self._leaving_bytes = 0
-        self._turn = 0
+        self.turn = 0
         self.host_clock = HostClock()
         self.copies_host = False
 
@@ -136,7 +137,7 @@ class Transfers:
             buffer.give_back()
             raise
         parcel.out, parcel.buffer = copy.end, buffer
-        parcel.turn = self._turn = self._turn + 1
+        parcel.turn = self.turn = self.turn + 1
         self._begin_leaving(parcel, alias)
         if workers is not None:
             workers.write(parcel, buffer.bytes, parcel.out, buffer, accounts)
