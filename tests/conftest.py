@@ -70,6 +70,8 @@ def share_out(items: list[pytest.Item]) -> None:
     for item in items:
         file = item.nodeid.partition("::")[0]
         group = f"{file} {seen[file] // CHUNK}"
+        if file.startswith("tests/zoo/"):  # what is known of a model serves all of its tests
+            group = f"zoo {getattr(item, 'callspec').params['name']}"  # noqa: B009
         seen[file] += 1
         shared = SHARED.intersection(getattr(item, "fixturenames", ()))
         if shared:

@@ -1,6 +1,6 @@
 """What does not work yet: each promise and model, with the reason. Whoever mends one takes it out here."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
@@ -26,10 +26,13 @@ BROKEN: dict[tuple[str, str, str], str] = {
 }
 
 
-def each(promise: str, *, rules: Iterable[str] = (), in_turn: bool = False) -> pytest.MarkDecorator:
+def each(
+    promise: str, *, rules: Iterable[str] = (), in_turn: bool = False, long: Collection[str] = ()
+) -> pytest.MarkDecorator:
     """Every model, under every rule where there are rules; what is known to be broken is expected to fail.
 
-    Where rules take turns, one for each model is part of `make test`; the others are `long`, see `make zoo`.
+    Where rules take turns, one for each model is part of `make test`; the others are `long`, see `make zoo`, and so are
+    all of the models named so.
     """
     chosen = list(rules)
     cases = []
@@ -38,7 +41,7 @@ def each(promise: str, *, rules: Iterable[str] = (), in_turn: bool = False) -> p
             marks = []
             if (promise, name, rule) in BROKEN:
                 marks.append(pytest.mark.xfail(strict=True, reason=BROKEN[promise, name, rule]))
-            if in_turn and turn != number % len(chosen):
+            if name in long or (in_turn and turn != number % len(chosen)):
                 marks.append(pytest.mark.long)
             values = (name, rule) if chosen else (name,)
             cases.append(pytest.param(*values, marks=marks, id="-".join(values)))

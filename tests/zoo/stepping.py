@@ -88,8 +88,32 @@ def regions_of(model: nn.Module) -> list[Any]:
         return [model.get_submodule(place.name) for place in handle.places]
 
 
+@functools.cache
+def first_step(name: str) -> dict[str, Any]:
+    """What the first step of a plain model shows."""
+    return take_step(ZOO[name], build_plain(ZOO[name]))
+
+
+@functools.cache
+def look_after_a_step(name: str) -> dict[str, Any]:
+    """What a model is that took one plain step."""
+    model = build(ZOO[name])
+    take_step(ZOO[name], model)
+    return look_of(model)
+
+
+@functools.cache
+def peak_under(name: str, rule: str = "") -> int:
+    """The live bytes of a step at their most, under a rule of ours, or plain."""
+    model = build(ZOO[name])
+    if not rule:
+        return peak_of(ZOO[name], model)
+    with recollect.apply(model, **RULES[rule]):
+        return peak_of(ZOO[name], model)
+
+
 def peak_of(kind: Kind, model: Any) -> int:
-    """The live bytes of a step at their most, once two steps have shown what there is to learn."""
+    """The same of a model, once two steps have shown what there is to learn."""
     for _ in range(2):
         take_step(kind, model)
     model.zero_grad()
@@ -98,8 +122,9 @@ def peak_of(kind: Kind, model: Any) -> int:
     return meter.peak_bytes
 
 
-def flops_of(kind: Kind, model: Any) -> int:
-    for _ in range(2):
+def flops_of(kind: Kind, model: Any, *, learns: bool = False) -> int:
+    """What a step computes, once two steps have shown what there is to learn, if there is."""
+    for _ in range(2 * learns):
         take_step(kind, model)
     with FlopCounterMode(display=False) as counter:
         take_step(kind, model)

@@ -140,7 +140,7 @@ def copy_collections(value: Any, depth: int = 4) -> Any:
     if not depth or not isinstance(value, COLLECTIONS):
         return value
     other: Any = value.copy()
-    if isinstance(other, dict):
+    if isinstance(value, dict):
         for key, part in value.items():
             if type(part) not in _UNCHANGING:
                 other[key] = copy_collections(_cut(part), depth - 1)
