@@ -52,7 +52,7 @@ def test_a_profile_goes_to_json_and_back_unchanged() -> None:
 
 def test_the_json_of_a_profile_says_what_it_is_and_leaves_out_defaults() -> None:
     data = json.loads(STEP.to_json())
-    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 1, {"bytes": 128})
+    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 2, {"bytes": 128})
     assert data["calls"][4]["phase"] == "backward"
 
 
@@ -108,9 +108,9 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
         ("[]", "expected a profile of recollect, found something else"),
         ('{"recollect": "plan"}', "expected a profile of recollect, found a plan of recollect"),
         (
-            '{"recollect": "profile", "version": 2}',
+            '{"recollect": "profile", "version": 3}',
             (
-                "this profile is of version 2, and this recollect reads up to version 1: upgrade recollect, or write "
+                "this profile is of version 3, and this recollect reads up to version 2: upgrade recollect, or write "
                 "the profile anew"
             ),
         ),

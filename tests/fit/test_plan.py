@@ -234,3 +234,43 @@ def test_other_tiers_and_speeds_are_refused() -> None:
     dry = recollect.profile(model, *inputs, dry=True, device="H200")
     with pytest.raises(ValueError, match="link_bytes_per_s=0: expected a number above 0"):
         recollect.plan(dry, budget="min", tiers="host", link_bytes_per_s=0)
+
+
+class Casting(nn.Module):
+    """Runs its blocks under autocast: what a linear layer saves is then made inside of its own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT(width=32, dropout=0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = self.model(ids)
+        return found
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+def test_predicted_peaks_are_exact_under_autocast_where_linear_layers_cannot_be_replayed(share: float) -> None:
+    torch.manual_seed(0)
+    model, inputs = Casting(), (torch.randint(0, 32, (8, 32)),)
+    seen = recollect.profile(model, *inputs)
+    plan = recollect.plan(seen, budget=max(int(seen.peak_bytes * share), recollect.plan(seen, budget="min").peak_bytes))
+    expected = gradients(model, inputs)
+    with recollect.apply(model, plan):
+        found = [gradients(model, inputs) for _ in range(3)]
+        measured = recollect.profile(model, *inputs).peak_bytes
+    assert measured == plan.peak_bytes
+    assert all(are_equal(expected, one) for one in found)
+
+
+def test_where_tokens_are_routed_blocks_are_replayed_from_what_was_chosen() -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS["MoE"]()
+    seen = recollect.profile(model, *inputs)
+    chosen = [call.op for call in seen.calls if call.is_routing]
+    assert chosen[0].startswith("aten.topk")
+    plan = recollect.plan(seen, budget=max(int(seen.peak_bytes * 0.8), recollect.plan(seen, budget="min").peak_bytes))
+    with recollect.apply(model, plan):
+        for _ in range(3):
+            gradients(model, inputs)
+        assert recollect.profile(model, *inputs).peak_bytes <= plan.peak_bytes * 1.01

@@ -24,16 +24,18 @@ def subsets(values: Iterator[int]) -> Iterator[tuple[int, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(known, count) for count in range(len(known) + 1))
 
 
-def treatments(run: Run) -> list[Treatment | None]:
-    kept = [Treatment(way=Way.REPLAY, kept=frozenset(some)) for some in subsets(iter(run.makes))]
-    return [None, Treatment(way=Way.RERUN), *kept]
+def treatments(problem: Problem, run: Run) -> list[Treatment | None]:
+    """What the executor can do: leave the run alone, run it again, or replay it from what some of its calls gave."""
+    calls = [number for number in range(run.first, run.stop) if problem.makes[number]]
+    kept = [frozenset(at for number in some for at in problem.makes[number]) for some in subsets(iter(calls)) if some]
+    return [None, Treatment(way=Way.RERUN), *(Treatment(way=Way.REPLAY, kept=some) for some in kept)]
 
 
 def try_all(problem: Problem) -> list[tuple[int, float]]:
     """Peak and time of everything that regions can do with the layers."""
     runs = [run for path in problem.paths if path.startswith("layers.") for run in problem.runs_of(path)]
     found = []
-    for choice in itertools.product(*map(treatments, runs)):
+    for choice in itertools.product(*(treatments(problem, run) for run in runs)):
         pairs = [(run, treatment) for run, treatment in zip(runs, choice, strict=True) if treatment is not None]
         seen = rehearse(problem, pairs)
         found.append((seen.peak_bytes, problem.plain_s + seen.again_s))

@@ -20,6 +20,7 @@ import torch
 _ROLE = "__recollect_role__"
 _OURS = f"{PurePath(__file__).parents[1]}{os.sep}"
 _TORCH = f"{PurePath(torch.__file__).parent}{os.sep}"
+_LAYERS = f"{PurePath(torch.__file__).parent / 'nn' / 'modules'}{os.sep}"
 _STANDARD = f"{PurePath(os.__file__).parent}{os.sep}"
 _PACKAGES = frozenset({"site-packages", "dist-packages"})  # where packages lie, which is below the standard library
 _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
@@ -45,6 +46,12 @@ def role_of(frame: FrameType) -> Role | None:
 def is_of_torch(filename: str) -> bool:
     """Whether a file is torch's."""
     return filename.startswith(_TORCH)
+
+
+@functools.lru_cache(maxsize=2**12)
+def is_a_layers(filename: str) -> bool:
+    """Whether a file is torch's and holds layers, whose code calls torch as a user's does."""
+    return filename.startswith(_LAYERS)
 
 
 def is_ours(filename: str) -> bool:

@@ -120,6 +120,8 @@ class OpCall:
         runs_once: whether it must not be run again in backward, because it has effects or reads what was overwritten.
         forward: index of the forward call whose gradient it computes, or that it runs again; None for others, and where
             nobody knows. Module, source and region are then those of that call.
+        within: number of the call of torch that runs it, as the model's code makes it: calls of forward with the same
+            number are one call there; None if nobody knows.
     """
 
     op: str
@@ -143,6 +145,7 @@ class OpCall:
     is_collective: bool = False
     runs_once: bool = False
     forward: int | None = None
+    within: int | None = None
 
     @property
     def reads(self) -> frozenset[int]:

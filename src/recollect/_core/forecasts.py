@@ -58,7 +58,8 @@ class Forecast:
         step_s: how long the step takes.
         plain_peak_bytes: the same of the step without a plan.
         plain_step_s: likewise.
-        lower_bound_s: no plan that only recomputes can be quicker within this budget; None if it was not worked out.
+        lower_bound_s: no plan that only recomputes can be quicker within this budget less its margin; None if it was
+            not worked out.
         budget: what was asked for, as it was written.
         budget_bytes: the same in bytes; None for ``"min"`` and ``"fastest"``.
         margin_bytes: how far below the budget the plan was made to stay, for what a profile does not see.

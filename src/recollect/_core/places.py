@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from recollect._core.authors import Role, is_of_torch, is_of_user, role_of
+from recollect._core.authors import Role, is_a_layers, is_of_torch, is_of_user, role_of
 from recollect._core.patterns import plain_path
 from recollect._core.torch_private.engine import ENGINE_CODE
 
@@ -48,6 +48,19 @@ def is_recomputed_by_torch(depth: int) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def calling_instruction(depth: int) -> tuple[int, int]:
+    """Which instruction of which function calls torch, `depth` frames above this call, while that function runs.
+
+    Functions of torch that are written in Python, such as those of ``torch.nn.functional``, are looked through.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
+    while frame is not None:
+        if is_a_layers(frame.f_code.co_filename) or is_of_user(frame.f_code, frame.f_globals):
+            return id(frame), frame.f_lasti
+        frame = frame.f_back
+    return 0, 0
 
 
 class Places:

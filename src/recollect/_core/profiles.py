@@ -13,7 +13,7 @@ from recollect._core.documents import read_document, write_document
 from recollect._core.profile_text import describe_profile, profile_as_html
 from recollect._core.timeline import Timeline, count_forward, find_made
 
-_VERSION = 1
+_VERSION = 2
 _MOST = 2**63
 _LONGEST_S = 1e9
 

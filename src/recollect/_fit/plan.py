@@ -95,7 +95,7 @@ def _find_device_bytes(profile: Profile) -> int | None:
 def _write(work: Work, point: Point, asked: Budget, margin: int, name: str) -> Plan:
     problem, frontier = work.problem, work.frontier()
     profile = problem.profile
-    limit = point.peak_bytes if asked.bytes is None else asked.bytes
+    limit = point.peak_bytes if asked.bytes is None else asked.bytes - margin
     entry = profile.allocators[0] if profile.allocators else None
     loose = entry.reserved_bytes / entry.peak_bytes - 1 if entry is not None and entry.peak_bytes else _FRAGMENTATION
     has_allocator = entry is not None or profile.rounding_bytes > 1

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from recollect._apply.rules import parse_value
 from recollect._core.decisions import Decision
-from recollect._plan.options import PLAIN, Option, place_of
+from recollect._plan.options import PLAIN, Option
 from recollect._plan.problem import Problem
 from recollect._plan.rehearse import Way
 from recollect._plan.segments import Segment
-from recollect._plan.ways import find_way
+from recollect._plan.solvers.keep_sets import keep_calls
+from recollect._plan.ways import can_be_kept
 from recollect._policy.base import Policy
 from recollect._policy.combine import first_match
 from recollect._policy.judging import judge
@@ -45,11 +46,11 @@ def evaluate(problem: Problem, segment: Segment, policy: Policy) -> Option:
     """What a policy would keep of a segment."""
     run = segment.runs[0]
     kept = {
-        place_of(problem, run, storage)
-        for _, storage, site in problem.sites(run)
-        if storage in run.makes and judge(policy, site).decision is Decision.SAVE
+        number
+        for number, _, site in problem.sites(run)
+        if can_be_kept(problem, run, number) and judge(policy, site).decision is Decision.SAVE
     }
-    return Option(way=find_way(problem, run), kept=frozenset(kept))
+    return keep_calls(problem, run, kept)
 
 
 def _find_repeated(chain: Sequence[Segment]) -> list[Segment]:

@@ -17,7 +17,7 @@ from recollect._plan.rehearse import Rehearsal, Way, find_sent, rehearse
 from recollect._plan.segments import Segment, find_chains
 from recollect._plan.solvers.chain import choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
-from recollect._plan.ways import find_way
+from recollect._plan.ways import can_replay
 
 _BUDGETS = 40
 _NARROWINGS = 12
@@ -111,7 +111,7 @@ def find_frontier(
     judge("plain", ())
     plain = rehearse(problem, [])
     for number, chain in enumerate(chains):
-        if number and all(find_way(problem, segment.runs[0]) is Way.REPLAY for segment in chains[0]):
+        if number and not problem.casts and all(can_replay(problem, segment.runs[0]) for segment in chains[0]):
             break  # whatever parts of blocks can be made to do, replay of the block does
         for name, choice in candidates(chain) if candidates is not None else ():
             judge(name, choice)
@@ -188,8 +188,7 @@ def find_options(problem: Problem, segment: Segment) -> list[Option]:
     """What can be done with a segment: nothing, running it again, and keeping some of it."""
     run = segment.runs[0]
     found = [PLAIN, Option(way=Way.RERUN)]
-    if find_way(problem, run) is Way.REPLAY:
+    if can_replay(problem, run):
         found += find_keep_sets(problem, run)
-    else:
-        found += find_served_sets(problem, run)
+    found += find_served_sets(problem, run)
     return list(dict.fromkeys(found))

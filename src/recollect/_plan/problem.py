@@ -18,6 +18,8 @@ from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
 from recollect._plan.journeys import LEAST_BYTES
 
+_CAST, _HALVES = "aten._to_copy.default", ("bfloat16", "float16")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -62,6 +64,9 @@ class Problem:
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
         saved_by: for each storage the forward calls that save it.
+        read_by: for each storage the forward calls that read it.
+        casts: the forward calls that cast as autocast does; nobody keeps what they give.
+        cached: the storages of parameters that autocast has cast, and keeps until it is over: to the end of forward.
         seconds: what each call adds to the step, as those that do the same do.
         device_s: likewise, what the device takes for it.
         host_s: likewise, what the host takes to launch it; 0 where the host runs the step itself.
@@ -94,10 +99,22 @@ class Problem:
         self.saved_by: dict[int, set[int]] = defaultdict(set)
         for edge in profile.saved:
             self.saved_by[edge.storage].add(edge.by)
+        self.read_by: dict[int, list[int]] = defaultdict(list)
+        for number in range(self.forward_count):
+            for storage in self.reads[number]:
+                self.read_by[storage].append(number)
+        self.casts = _find_casts(profile)
+        self.cached = frozenset(
+            storage for number in self.casts if self._casts_parameter(number) for storage in self.makes[number]
+        )
         self._asked, self.released = self._read_backward()
         self.last_use = self._find_last_uses()
         self._lasting = [at for at in range(len(self.spans)) if self.sizes[at] and self.is_lasting(at)]
         self._runs = self._find_runs()
+
+    def _casts_parameter(self, number: int) -> bool:
+        storages = self.profile.storages
+        return any(storages[value.storage].category is Category.PARAMETER for value in self.calls[number].inputs)
 
     def runs_of(self, path: str) -> list[Run]:
         """The runs of a module, in the order of forward."""
@@ -250,6 +267,23 @@ def _site_within(call: OpCall, path: str, nth: int, output: int) -> Site:
     )
 
 
+def _find_casts(profile: Profile) -> frozenset[int]:
+    """Casts from full to half precision, if autocast seems to have made some: of parameters, inside of other calls."""
+    numbers = [
+        number
+        for number in range(profile.forward_count)
+        if profile.calls[number].op == _CAST
+        and [value.dtype for value in profile.calls[number].inputs] == ["float32"]
+        and all(value.dtype in _HALVES for value in profile.calls[number].outputs)
+    ]
+    weights = [
+        number
+        for number in numbers
+        if any(profile.storages[value.storage].category is Category.PARAMETER for value in profile.calls[number].inputs)
+    ]
+    return frozenset(numbers if weights else ())
+
+
 def _check(profile: Profile) -> None:
     again = next((call for call in profile.calls if call.phase is Phase.RECOMPUTATION), None)
     regions = next((call.region for call in profile.calls if call.region), "")
@@ -274,10 +308,3 @@ def _check(profile: Profile) -> None:
                 "step of one forward and one backward can be planned. Profile one micro-batch"
             )
             raise ValueError(message)
-
-
-def is_buffer_write(problem: Problem, number: int) -> bool:
-    """Whether a call writes into buffers only, which regions keep from being written twice."""
-    storages = problem.profile.storages
-    writes = problem.calls[number].writes
-    return bool(writes) and all(storages[at].category is Category.BUFFER for at in writes)

@@ -244,8 +244,10 @@ class _Stage:
         released = max(problem.released.get(by, 0) for by in savers)
         if end is None or end > released:
             return plain  # somebody else holds it, too
+        cached = [self._before[problem.forward_count]] if storage in problem.cached else []
         outside = [problem.released[by] for by in savers if not run.first <= by < run.stop and by in problem.released]
-        return max([self._at[problem.last_use[storage]] + 1, *(self._before[moment] for moment in outside)])
+        last = self._at[problem.last_use[storage]] + 1
+        return max([last, *cached, *(self._before[moment] for moment in outside)])
 
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
         """Run again: what that makes, and until when it holds what it reads."""

@@ -1,51 +1,127 @@
 """How the executor will get a run's values back under a policy that keeps single results.
 
-Replay makes single calls again and is cheap; where it cannot be trusted the module runs again and kept results are
-served. What cannot be replayed is decided by `recollect._selective`; this is what a profile shows of it.
+Replay makes single calls of torch again and is cheap; where it cannot be trusted the module runs again and kept results
+are served. `recollect._selective` decides which; this is what a profile shows of it. What it does not show: autocast
+switched inside of a module, arguments that may change, code that is compiled already.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from recollect._core.calls import OpCall
+from recollect._core.pace import is_bound_by_host
+from recollect._core.profiles import Clock
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Way
 
 _PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its own calls it
 
 
-def find_way(problem: Problem, run: Run) -> Way:
-    """Replay, or serve where the run writes in place, into buffers, chooses a route, or talks to other processes."""
-    for number in range(run.first, run.stop):
-        call = problem.calls[number]
-        if call.is_routing or call.is_collective or call.runs_once:
+def find_way(problem: Problem, run: Run, kept: Collection[int] = ()) -> Way:
+    """Replay, or serve where the run, or one call of torch of which only a part is kept, cannot be replayed.
+
+    Args:
+        problem: the step.
+        run: which.
+        kept: the calls whose results are kept, by number; those that are kept in any case need not be among them.
+    """
+    if not can_replay(problem, run):
+        return Way.SERVE
+    forced = set(find_forced(problem, run))
+    for group in find_groups(problem, run):
+        mine = [number for number in group if number in kept or number in forced]
+        if mine and not _is_kept_whole(problem, group, mine):
             return Way.SERVE
-        for storage in call.writes:
-            maker = run.makes.get(storage, (None,))[0]
-            if maker is None or not _is_inside(problem, maker, number):
-                return Way.SERVE
     return Way.REPLAY
 
 
-def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
-    """Calls that one call of torch makes, as far as can be told: parts of a norm, or of attention, without a kernel.
+def can_replay(problem: Problem, run: Run) -> bool:
+    """Whether a run can be replayed if what is kept lets it.
 
-    They are kept together or not at all: replay makes whole calls of torch again.
+    Not if it writes into what an earlier call of torch gave or into buffers, takes memory that others fill, talks to
+    other processes, or is so small that an accelerator would wait for the host.
     """
-    for _, group in itertools.groupby(range(run.first, run.stop), key=lambda at: _place(problem.calls[at])):
+    for number in range(run.first, run.stop):
+        call = problem.calls[number]
+        if call.is_collective or call.runs_once or any("complex" in value.dtype for value in call.outputs):
+            return False
+        if is_unfilled(call) and not _has_company(problem, run, number):
+            return False
+        for storage in call.writes:
+            maker = run.makes.get(storage, (None,))[0]
+            if maker is None or place_of_call(problem, maker) != place_of_call(problem, number):
+                return False
+    if problem.profile.clock is Clock.HOST or not problem.profile.device:
+        return True
+    calls = range(run.first, run.stop)
+    return not is_bound_by_host(
+        flops=sum(problem.calls[number].flops for number in calls),
+        result_bytes=sum(value.bytes for number in calls for value in problem.calls[number].outputs),
+        calls=len({place_of_call(problem, number) for number in calls}),
+    )
+
+
+def find_forced(problem: Problem, run: Run) -> Iterator[int]:
+    """The calls whose results are kept whatever a policy says: those that choose, and what is counted out of them."""
+    for number in range(run.first, run.stop):
+        if problem.calls[number].is_routing and can_be_kept(problem, run, number):
+            yield number
+
+
+def can_be_kept(problem: Problem, run: Run, number: int) -> bool:
+    """Whether recomputation can be given a call's results in place of running it."""
+    call, made = problem.calls[number], problem.makes[number]
+    if not made or call.runs_once or is_unfilled(call) or number in problem.casts:
+        return False
+    return all(run.makes[storage] == (number,) for storage in made if storage in run.makes)
+
+
+def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
+    """Calls that one call of torch makes: replay makes all of them again or none.
+
+    Where the profile does not say which these are, it is told as far as it can be: parts of a norm, or of attention,
+    that have no kernel of their own.
+    """
+    for place, group in itertools.groupby(range(run.first, run.stop), key=lambda at: place_of_call(problem, at)):
         numbers = list(group)
+        if isinstance(place, int):
+            yield numbers
+            continue
         calls = [problem.calls[at] for at in numbers]
         is_layer = calls[0].module in problem.leaves and not any(call.flops for call in calls)
         if is_layer or any(_PART_OF_ATTENTION in call.op for call in calls):
             yield numbers
+        else:
+            yield from ([at] for at in numbers)
 
 
-def _place(call: OpCall) -> tuple[str, str]:
-    return call.module, call.source
+def place_of_call(problem: Problem, number: int) -> object:
+    """What calls that one call of torch makes have in common."""
+    call = problem.calls[number]
+    return (call.module, call.source) if call.within is None else call.within
 
 
-def _is_inside(problem: Problem, maker: int, writer: int) -> bool:
-    """Whether what a call makes is written into before anyone else has it: by a part of the same call of torch."""
-    return _place(problem.calls[maker]) == _place(problem.calls[writer])
+def is_unfilled(call: OpCall) -> bool:
+    """Whether it gives memory that somebody else is to fill."""
+    return call.op.startswith(("aten.empty", "aten.new_empty"))
+
+
+def _has_company(problem: Problem, run: Run, number: int) -> bool:
+    """Whether the call of torch that makes this call makes others as well."""
+    place = place_of_call(problem, number)
+    near = (other for other in (number - 1, number + 1) if run.first <= other < run.stop)
+    return any(place_of_call(problem, other) == place for other in near)
+
+
+def _is_kept_whole(problem: Problem, group: list[int], kept: list[int]) -> bool:
+    """Whether all that one call of torch gives, or saves of its own, is kept, if some of it is."""
+    mine = {storage for number in kept for storage in problem.makes[number]}
+    made = {storage for number in group for storage in problem.makes[number]}
+    inside = range(group[0], group[-1] + 1)
+    return all(
+        storage in mine
+        for storage in made
+        if problem.saved_by.get(storage) or any(number not in inside for number in problem.read_by.get(storage, ()))
+    )

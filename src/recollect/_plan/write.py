@@ -16,7 +16,6 @@ from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Treatment, Way, find_recomputed, find_sent
 from recollect._plan.segments import Segment
-from recollect._plan.ways import find_groups
 
 _MOST_WORDS = 4
 
@@ -25,7 +24,7 @@ def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
     """What is kept, value by value. A call's number is left out where all calls of the operator there are kept."""
     for segment, option in choice:
         run = segment.runs[0]
-        kept = _find_kept_calls(problem, run, option)
+        kept = {run.first + call for call, _ in option.kept}
         asked: defaultdict[tuple[str, str], list[tuple[int, bool]]] = defaultdict(list)
         for number, _, site in problem.sites(run):
             if (site.call, number in kept) not in asked[site.module, site.op]:
@@ -42,16 +41,6 @@ def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
                     op=op,
                     call=call,
                 )
-
-
-def _find_kept_calls(problem: Problem, run: Run, option: Option) -> set[int]:
-    """The calls to be kept, with those that torch makes along with them."""
-    kept = {run.first + call for call, _ in option.kept}
-    if option.way is Way.REPLAY:
-        for group in find_groups(problem, run):
-            if not kept.isdisjoint(group):
-                kept.update(group)
-    return kept
 
 
 def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> Iterator[PlannedRegion]:

@@ -199,6 +199,7 @@ def _make_calls(
         for number, name in known.names.items()
         if known.categories[number] is Category.PARAMETER
     }
+    chosen: set[int] = set()
     calls: list[OpCall] = []
     for raw, forward, span in zip_longest(capture.calls, forwards, spans):
         operator, origin = raw.operator, raw if forward is None else capture.calls[forward]
@@ -209,6 +210,9 @@ def _make_calls(
         if raw.phase is Phase.OPTIMIZER:
             module = next((owners[value[0]] for value in raw.inputs if value[0] in owners), "")
         old = [number for number in raw.writes if entries[number].is_given]
+        is_routing = operator.is_routing or _follows_choice(raw, chosen)
+        if is_routing:
+            chosen.update(value[0] for value in raw.outputs)
         calls.append(
             OpCall(
                 op=operator.name,
@@ -227,13 +231,21 @@ def _make_calls(
                 host_s=None if span is None else span.host_s,
                 workspace_bytes=raw.workspace_bytes,
                 is_random=operator.is_random,
-                is_routing=operator.is_routing,
+                is_routing=is_routing,
                 is_collective=operator.is_collective,
                 runs_once=bool(old) or operator.hides_writes,
                 forward=forward,
+                within=raw.within,
             )
         )
     return tuple(calls)
+
+
+def _follows_choice(raw: RawCall, chosen: set[int]) -> bool:
+    """Whether whole numbers or truths are counted out of routing results: indices, masks, counts, offsets."""
+    if not chosen or not raw.outputs or any(dtype.is_floating_point or dtype.is_complex for _, _, dtype in raw.outputs):
+        return False
+    return any(value[0] in chosen for value in raw.inputs)
 
 
 class _Values:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from recollect._core.calls import Phase, Transfer
 from recollect._core.operators import Operator, count_flops, operator_of
-from recollect._core.places import Places, is_recomputed_by_torch
+from recollect._core.places import Places, calling_instruction, is_recomputed_by_torch
 from recollect._core.scope import current_run, watcher
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.engine import (
@@ -105,6 +105,8 @@ class Capture(DispatchMode):
         self._scopes = Scopes()
         self._lock = threading.RLock()
         self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimizer began to step
+        self._caller: object = None  # of the last operator in forward: its module, and the instruction
+        self._within = -1
         self._saw_regions = False
         self.saw_torch_checkpoint = self._counts_meta = False
         self._flops: dict[tuple[Any, ...], int] = {}
@@ -226,6 +228,7 @@ class Capture(DispatchMode):
         """Where in the step and in the user's code the call stands."""
         call.run, call.scopes, call.leaf = current_run(), self._scopes.now(), -1
         call.module = call.source = ""
+        call.within = None
         call.region = region = self._region_of()
         if region:
             self._saw_regions = True
@@ -253,6 +256,11 @@ class Capture(DispatchMode):
         else:
             call.phase, call.sequence = Phase.FORWARD, sequence
         call.module, call.source = self.places.locate(3)
+        if call.phase is Phase.FORWARD:
+            caller = (call.module, *calling_instruction(3))
+            if caller != self._caller:
+                self._caller, self._within = caller, self._within + 1
+            call.within = self._within
 
     def _values(self, values: Iterable[Any], *, is_given: bool) -> list[RawValue]:
         found: list[RawValue] = []

@@ -33,6 +33,7 @@ class RawCall:
         "sequence",
         "source",
         "span",
+        "within",
         "workspace_bytes",
         "writes",
     )
@@ -51,6 +52,7 @@ class RawCall:
     flops: int
     span: Any
     run: object
+    within: int | None
     workspace_bytes: int
 
 

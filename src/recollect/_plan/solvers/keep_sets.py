@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Way
 from recollect._plan.solvers.highs import Model
-from recollect._plan.ways import find_groups
+from recollect._plan.ways import can_be_kept, find_forced, find_groups, find_way
 
 _SLICES = 12
 _LONGEST_S = 1.0
@@ -42,10 +42,26 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
     program = Program(problem, run)
     seen: set[frozenset[int]] = set()
     is_small = len(program.keepable) <= _FEW and not program.has_groups
+    groups = {number: group for group in find_groups(problem, run) for number in group}
+    forced = set(find_forced(problem, run))
     for kept in _try_all(program.keepable) if is_small else _try_slices(program):
-        if kept not in seen:
-            seen.add(kept)
-            yield Option(way=Way.REPLAY, kept=frozenset(place_of(problem, run, storage) for storage in kept))
+        if kept in seen:
+            continue
+        seen.add(kept)
+        # Without anything kept there would be no replay: what backward has no use for is kept at no cost.
+        calls = forced.union(number for at in kept for number in groups[run.makes[at][0]]) or set(program.unused)
+        option = keep_calls(problem, run, (number for number in calls if can_be_kept(problem, run, number)))
+        if option.way is Way.REPLAY:
+            yield option
+
+
+def keep_calls(problem: Problem, run: Run, calls: Iterable[int]) -> Option:
+    """What it means to keep what these calls give: how the executor will get the rest back."""
+    kept = set(calls)
+    if not kept:
+        return Option(way=Way.RERUN)  # there is nothing to start a replay from
+    places = (place_of(problem, run, storage) for number in kept for storage in problem.makes[number])
+    return Option(way=find_way(problem, run, kept), kept=frozenset(places))
 
 
 def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
@@ -65,20 +81,19 @@ def _try_slices(program: Program) -> Iterator[frozenset[int]]:
 
 def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
     """Options for a run that runs again as a whole: calls are kept in the order of seconds saved for each byte."""
+    kept = set(find_forced(problem, run))
     prices: list[tuple[float, int]] = []
     for number in range(run.first, run.last_needed):
-        made = problem.makes[number]
-        size = sum(problem.sizes[storage] for storage in made)
-        if size and all(len(run.makes[storage]) == 1 for storage in made) and not problem.calls[number].runs_once:
+        size = sum(problem.sizes[storage] for storage in problem.makes[number])
+        if size and number not in kept and can_be_kept(problem, run, number):
             prices.append((problem.seconds[number] / size, number))
-    kept: set[tuple[int, int]] = set()
-    yield Option(way=Way.SERVE)
+    yield keep_calls(problem, run, kept)
     best = sorted(prices, reverse=True)
     step = max(1, len(best) // _SLICES)
     for place, (_, number) in enumerate(best, 1):
-        kept.update(place_of(problem, run, storage) for storage in problem.makes[number])
+        kept.add(number)
         if place <= _SLICES // 2 or place % step == 0:
-            yield Option(way=Way.SERVE, kept=frozenset(kept))
+            yield keep_calls(problem, run, kept)
 
 
 class Program:
@@ -95,6 +110,8 @@ class Program:
     def __init__(self, problem: Problem, run: Run, *, needs: frozenset[int] | None = None) -> None:
         self._problem, self._run, self._is_bound = problem, run, needs is not None
         self._needs = run.needs if needs is None else needs
+        forced = find_forced(problem, run) if needs is None else ()
+        self._there = {storage for number in forced for storage in problem.makes[number]}
         self._calls = self._find_calls()
         self._values = self._find_values()
         self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
@@ -106,18 +123,25 @@ class Program:
 
         self.has_groups = any(len(group) > 1 for group in self._find_groups())
 
+    @property
+    def unused(self) -> list[int]:
+        """The last call that can be kept and does not lie on the way to anything that backward asks for."""
+        calls = (number for number in reversed(range(self._run.first, self._run.stop)) if number not in self._again)
+        return [number for number in calls if can_be_kept(self._problem, self._run, number)][:1]
+
     @functools.cached_property
     def _model(self) -> Model:
         return self._build()
 
     def _find_calls(self) -> list[int]:
         """The calls that lie on the way to something that backward asks for."""
-        missing, found = list(self._needs), set[int]()
+        missing, found = [at for at in self._needs if at not in self._there], set[int]()
         while missing:
             for call in self._run.makes[missing.pop()]:
                 if call not in found:
                     found.add(call)
-                    missing += [at for at in self._problem.reads[call] if at in self._run.makes]
+                    read = self._problem.reads[call]
+                    missing += [at for at in read if at in self._run.makes and at not in self._there]
         return sorted(found)
 
     def _find_values(self) -> dict[int, _Value]:
@@ -128,7 +152,7 @@ class Program:
             for storage in problem.makes[call]:
                 held_anyway = not problem.is_evictable(storage, run)
                 size = 0 if held_anyway and storage in self._needs else problem.sizes[storage]
-                found[storage] = _Value(storage, size, self._is_bound or len(run.makes[storage]) == 1)
+                found[storage] = _Value(storage, size, self._is_bound or can_be_kept(problem, run, call))
             for storage in problem.reads[call]:
                 end = problem.spans[storage][1]
                 if storage not in run.makes and end is not None and end <= (run.start or 0):
