@@ -37,6 +37,7 @@ SLOW = (
     "tests/contracts/test_selective_networks.py",
     "tests/distributed/",
     "tests/docs/",
+    "tests/fit/test_transformers.py",
     "tests/inspect/test_oom.py",
     "tests/inspect/test_profile.py",
     "tests/offload/test_gradients.py",

@@ -20,13 +20,15 @@ from recollect._core.errors import (
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.scope import is_recomputing, name, region
-from recollect._fit.fit import Fitted, fit
+from recollect._fit.fit import fit
+from recollect._fit.fitted import Fitted
 from recollect._fit.plan import plan
 from recollect._inspect.explain import explain
 from recollect._inspect.oom.watch import OomReport, on_oom
 from recollect._inspect.profile import profile
 from recollect._inspect.report import report
 from recollect._inspect.saved import print_saved
+from recollect._levers.linear_cross_entropy import linear_cross_entropy
 from recollect._offload.accounts import OffloadReport
 from recollect._offload.offload import Offload, offload
 from recollect._offload.tiers import Tier
@@ -65,6 +67,7 @@ __all__ = [
     "fit",
     "graph_rng",
     "is_recomputing",
+    "linear_cross_entropy",
     "name",
     "offload",
     "on_oom",

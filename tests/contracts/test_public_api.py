@@ -40,6 +40,7 @@ RECOLLECT = [
     "fit",
     "graph_rng",
     "is_recomputing",
+    "linear_cross_entropy",
     "name",
     "offload",
     "on_oom",

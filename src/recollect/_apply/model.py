@@ -18,6 +18,7 @@ from recollect._apply.applied import AppliedPlace, describe_effect, describe_pla
 from recollect._apply.blocks import find_blocks
 from recollect._apply.caches import describe_twice, switches_for
 from recollect._apply.instance_forward import InstanceForward, entries_of
+from recollect._apply.levers import make_levers
 from recollect._apply.options import Choices, refuse_unknown
 from recollect._apply.planned import choose_planned
 from recollect._apply.rules import (
@@ -257,6 +258,8 @@ def apply(
     sent = by_name(target for target, rule in chosen if rule.away is not None)
     _let_last_report(stand_ins, model)
     handle = Applied(model, [_place(target, rule, regions, sent) for target, rule in chosen])
+    for lever in make_levers(targets, rules.levers) if isinstance(rules, Plan) else ():
+        handle._put(lever)  # noqa: SLF001
     for stand_in in stand_ins:
         handle._put(stand_in)  # noqa: SLF001
     for entry in _find_sent(chosen):

@@ -8,16 +8,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recollect._core.forecasts import Forecast, PlannedRegion
+from recollect._core.levers import PlannedLever
 from recollect._core.units import format_bytes
 
 _HEAD = ("regions", "class", "how", "kept", "holds", "plain", "again")
 
 
-def describe_plan(name: str, regions: Sequence[PlannedRegion], forecast: Forecast | None, choices: int) -> str:
+def describe_plan(
+    name: str,
+    regions: Sequence[PlannedRegion],
+    forecast: Forecast | None,
+    choices: int,
+    levers: Sequence[PlannedLever] = (),
+) -> str:
     """The plan in lines of text."""
     lines = [f"plan {name}".rstrip() + (f": {_count(regions)}" if forecast or regions else f": {choices} choices")]
     if forecast is not None:
         lines += describe_forecast(forecast)
+    lines += [f"lever {lever}" for lever in levers]
     if regions:
         rows = [_HEAD, *make_rows(regions)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
@@ -25,9 +33,15 @@ def describe_plan(name: str, regions: Sequence[PlannedRegion], forecast: Forecas
     return "\n".join(lines)
 
 
-def plan_as_html(name: str, regions: Sequence[PlannedRegion], forecast: Forecast | None, choices: int) -> str:
+def plan_as_html(
+    name: str,
+    regions: Sequence[PlannedRegion],
+    forecast: Forecast | None,
+    choices: int,
+    levers: Sequence[PlannedLever] = (),
+) -> str:
     """The plan as a fragment of HTML, for notebooks."""
-    said = describe_plan(name, (), forecast, choices).splitlines() if forecast else [f"plan {name}"]
+    said = describe_plan(name, (), forecast, choices, levers).splitlines() if forecast else [f"plan {name}"]
     head = "".join(f"<th style='text-align:left'>{html.escape(word)}</th>" for word in _HEAD)
     body = "".join(
         f"<tr>{''.join(f'<td style=text-align:left>{html.escape(cell)}</td>' for cell in row)}</tr>"

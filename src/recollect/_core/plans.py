@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from recollect._core.decisions import Decision, Site
 from recollect._core.documents import read_document, write_document
 from recollect._core.forecasts import Fingerprint, Forecast, PlannedRegion
+from recollect._core.levers import PlannedLever
 from recollect._core.patterns import compile_pattern
 from recollect._core.plan_text import describe_plan, plan_as_html
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class Plan:
         regions: the modules that become regions; a value in one that no choice is for is recomputed.
         forecast: what it promises, and what was measured; None for a plan that was written by hand.
         fingerprint: the step that it was made for.
+        levers: what it does beyond keeping and recomputing values.
         notes: what was assumed, in sentences.
 
     >>> plan = Plan(choices=(
@@ -99,6 +101,7 @@ class Plan:
     regions: tuple[PlannedRegion, ...] = ()
     forecast: Forecast | None = None
     fingerprint: Fingerprint | None = None
+    levers: tuple[PlannedLever, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -149,6 +152,8 @@ class Plan:
             for path in dict.fromkeys([*mine, *theirs])
             if _describe_region(mine.get(path)) != _describe_region(theirs.get(path))
         ]
+        if set(self.levers) != set(other.levers):
+            lines.append(f"levers: {_describe_levers(self.levers)} -> {_describe_levers(other.levers)}")
         if set(self.choices) != set(other.choices) and not lines:
             lines = [f"{len(set(self.choices) ^ set(other.choices))} choices differ"]
         return "\n".join(lines)
@@ -192,10 +197,10 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as a table."""
-        return describe_plan(self.name, self.regions, self.forecast, len(self.choices))
+        return describe_plan(self.name, self.regions, self.forecast, len(self.choices), self.levers)
 
     def _repr_html_(self) -> str:
-        return plan_as_html(self.name, self.regions, self.forecast, len(self.choices))
+        return plan_as_html(self.name, self.regions, self.forecast, len(self.choices), self.levers)
 
     def to_json(self) -> str:
         """The plan as text that `from_json` reads."""
@@ -228,6 +233,10 @@ def _describe_region(region: PlannedRegion | None) -> str:
     if region is None:
         return "plain"
     return f"{region.way}, keeps {region.keeps}" if region.keeps else region.way
+
+
+def _describe_levers(levers: tuple[PlannedLever, ...]) -> str:
+    return ", ".join(map(str, levers)) or "none"
 
 
 def _key(place: Site | Choice) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recollect._core.torch_private.pytree import flatten, unflatten
-from recollect._inspect.calling import is_lightning
+from recollect._inspect.calling import is_lightning, loss_in
 
 _TARGETS = ("labels", "targets", "target", "label", "y")
 
@@ -34,6 +34,19 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] | None = None
     doubt: str = ""
+
+    def lose(self, *, is_trained: bool = True) -> Tensor:
+        """Call the model, and give its loss, as one number.
+
+        Raises:
+            ValueError: there is none, or, where the model is trained, none with a graph behind it.
+        """
+        output = self.function(*self.args, **self.kwargs)
+        value = loss_in(output, is_trained=is_trained) if self.loss is None else self.loss(output)
+        if not isinstance(value, Tensor) or (is_trained and not value.requires_grad):
+            message = f"no loss could be made of {describe(output)}: expected a tensor that requires grad"
+            raise ValueError(message)
+        return value if value.dim() == 0 else value.sum()
 
 
 def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module) -> Call:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from recollect._apply.model import Applied, apply
+from recollect._apply.model import apply
 from recollect._core.errors import BudgetError
 from recollect._core.plans import Plan
-from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
+from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
+from recollect._fit.fitted import Fitted
+from recollect._fit.levers import read_levers
 from recollect._fit.loaders import find_largest
-from recollect._fit.plan import plan as make_plan
-from recollect._fit.run import Runner
+from recollect._fit.verify import compare_gradients
 
 _log = logging.getLogger("recollect")
 
@@ -29,49 +29,7 @@ _EXTRA = 0.002  # of the budget, beside what was measured too much
 _UNKNOWN = 0.05  # of the budget: how much to save where memory ran out and nobody knows by how much
 
 
-class Fitted:
-    """A model that was made to fit; made by `recollect.fit`. Prints what was predicted beside what was measured.
-
-    Attributes:
-        plan: what it runs under, with the measured figures in its forecast.
-        tries: how many plans were run until one was within the budget.
-        profile: of the plain step, that the plan was made of.
-    """
-
-    def __init__(self, applied: Applied, plan: Plan, tries: int, profile: Profile) -> None:
-        self._applied = applied
-        self.plan, self.tries, self.profile = plan, tries, profile
-
-    @property
-    def is_removed(self) -> bool:
-        """Whether it was undone."""
-        return self._applied.is_removed
-
-    def remove(self) -> None:
-        """Take everything away: the model is as it was."""
-        self._applied.remove()
-
-    def __enter__(self) -> Self:
-        """Nothing; leaving the block removes what was applied."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def __str__(self) -> str:
-        """The plan as a table."""
-        again = f" at try {self.tries}" if self.tries > 1 else ""
-        return f"recollect.fit{again}{' (removed)' if self.is_removed else ''}: {self.plan}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
-
-
-def fit(
+def fit(  # noqa: PLR0913 (all but the first two are for some)
     model: nn.Module,
     batch: Any = None,
     *,
@@ -80,6 +38,7 @@ def fit(
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     step: Callable[..., Any] | None = None,
     tiers: str | None = None,
+    levers: Iterable[str] | Mapping[str, Any] = (),
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Fitted:
     """Make a model's training step stay within a budget of memory: profile, plan, apply, run, compare, correct.
@@ -101,6 +60,12 @@ def fit(
         step: a function that runs a step with the model, called with the batch or its parts, in place of `loss`. If it
             returns a loss and has not run backward, that is run.
         tiers: as of `recollect.plan`.
+        levers: what may be done beyond keeping and recomputing values, by name; what the budget needs is used, and the
+            plan says so. Results are then equal up to rounding. ``"chunked_loss"``: the cross entropy of the last
+            linear layer is computed some rows at a time, without all logits. ``"chunked_mlp"``: parts of blocks that
+            treat every token by itself run on some tokens at a time. ``"micro_batches"``: if nothing else fits, the
+            batch runs in equal parts, by `Fitted.forward_backward`. A mapping says more: ``{"chunked_loss":
+            "lm_head", "chunked_mlp": "layers.*.mlp", "micro_batches": 4}``.
         progress: called now and then with a number of things done and of things to do, or None.
 
     Returns:
@@ -127,30 +92,49 @@ def fit(
         raise ValueError(message)
     if isinstance(batch, DataLoader):
         batch = find_largest(batch)
-    call = read_batch(batch, loss, model) if step is None else read_step(batch, step)
-    run = Runner(model, call, optimizer, progress)
-    seen = run.profile_plainly()
-    wanted: int | str = budget
-    plan = make_plan(seen, budget=wanted, tiers=tiers, progress=progress)
+    asked = read_levers(levers, owns_step=step is None)
+    subject = Subject(
+        model=model,
+        batch=batch,
+        loss=loss,
+        call=read_batch(batch, loss, model) if step is None else read_step(batch, step),
+        owns_step=step is None,
+        optimizer=optimizer,
+        tiers=tiers,
+        progress=progress,
+    )
+    attempt, plan = choose_attempt(subject, asked, budget)
+    fitted = _correct(attempt, plan, budget)
+    _log.info("%s", fitted)
+    return fitted
+
+
+def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> Fitted:
+    """Run the step under its plan, and under tighter ones, until it stays within the budget.
+
+    Raises:
+        BudgetError: it does not.
+    """
     assert plan.forecast is not None
     limit = plan.forecast.budget_bytes
+    wanted: int | str = budget
+    compare_gradients(attempt)
     for tries in range(1, _MOST_TRIES + 1):
-        applied = apply(model, plan)
+        applied = apply(attempt.subject.model, plan)
         try:
-            measured, seconds = run.measure()
+            measured, seconds = attempt.run.measure()
         except BaseException:
             applied.remove()
             raise
         if limit is None or (measured is not None and measured <= limit):
-            done = _write_measured(plan, measured, seconds, budget, limit)
-            fitted = Fitted(applied, done, tries, seen)
-            _log.info("%s", fitted)
-            return fitted
+            whole_s = None if seconds is None else attempt.whole_s(seconds)
+            done = _write_measured(plan, measured, whole_s, budget, limit)
+            return Fitted(applied, done, tries, attempt.plain, attempt.make_steps())
         applied.remove()
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
         _log.info("recollect.fit: measured %s of %s, planning for %s", measured, limit, wanted)
-        plan = _plan_tighter(seen, wanted, limit, measured, tiers)
+        plan = _plan_tighter(attempt, wanted, limit, measured)
     message = (
         f"no plan that was run stayed within {format_bytes(limit or 0)}: the last one of {_MOST_TRIES} took "
         f"{'more than the device has' if measured is None else format_bytes(measured)}.\n"
@@ -159,9 +143,9 @@ def fit(
     raise BudgetError(message, measured or plan.peak_bytes)
 
 
-def _plan_tighter(seen: Profile, wanted: int, limit: int, measured: int | None, tiers: str | None) -> Plan:
+def _plan_tighter(attempt: Attempt, wanted: int, limit: int, measured: int | None) -> Plan:
     try:
-        return make_plan(seen, budget=max(wanted, 1), tiers=tiers)
+        return attempt.plan(max(wanted, 1))
     except BudgetError as error:
         took = "memory ran out" if measured is None else f"the step took {format_bytes(measured)}"
         message = (

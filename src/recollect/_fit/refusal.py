@@ -36,7 +36,10 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     if call.phase is Phase.OPTIMIZER:
         advice = "It is the optimizer's step: use one with less state or temporaries (fused=True, foreach=False)"
     elif profile.storages and _is_head(problem, smallest.peak_call):
-        advice = "It is the loss head: compute the loss in chunks of tokens, shrink the batch, or raise the budget"
+        advice = (
+            "It is the loss head: let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), shrink the "
+            "batch, or raise the budget"
+        )
     wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)
     return (
         f"no plan fits {wanted}{kept}: the smallest reachable peak is "
@@ -49,4 +52,6 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
 def _is_head(problem: Problem, number: int) -> bool:
     call = problem.calls[number]
     storages = problem.profile.storages
+    if call.phase is Phase.BACKWARD and call.forward is None:
+        return False
     return any(storages[value.storage].category is Category.LOSS_HEAD for value in (*call.outputs, *call.inputs))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recollect._apply.targets import by_name, find_targets
 from recollect._core.profiles import Profile
@@ -25,6 +26,7 @@ class Runner:
         model: whose modules may become regions.
         call: what is run.
         optimizer: whose state and step are counted.
+        has_gradients: whether there are gradients when it begins, as there are for all micro-batches but the first.
         progress: called now and then with a number of things done and of things to do, or None.
     """
 
@@ -33,13 +35,15 @@ class Runner:
         model: nn.Module,
         call: Call,
         optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
-        progress: Callable[[int, int | None], None] | None,
+        *,
+        has_gradients: bool = False,
+        progress: Callable[[int, int | None], None] | None = None,
     ) -> None:
-        self._model, self._call = model, call
+        self._model, self._call, self._has_gradients = model, call, has_gradients
         self._optimizer, self._progress = optimizer, progress
 
     def profile_plainly(self) -> Profile:
-        """The plain step: a real one if there is room for it, else one on fake tensors."""
+        """The step as it is now: a real one if there is room for it, else one on fake tensors."""
         try:
             return self._profile()
         except torch.OutOfMemoryError:
@@ -63,20 +67,54 @@ class Runner:
         peak = max([seen.peak_bytes, *(entry.peak_bytes for entry in seen.allocators[:1])])
         return peak, seen.step_s
 
-    def _profile(self, *, dry: bool = False) -> Profile:
+    def measure_gradients(self) -> dict[str, float] | None:
+        """How large the gradients of the parameters are in a step as it is now; None if memory ran out."""
+        norms: dict[str, Tensor] = {}
+
+        def note(name: str) -> Callable[[Tensor], None]:
+            return lambda grad: norms.update({name: grad.detach().float().norm()})
+
+        trained = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
+        handles = [parameter.register_hook(note(name)) for name, parameter in trained]
+        try:
+            self._profile(is_timed=False)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {name: norm.item() for name, norm in norms.items()}
+
+    def _profile(self, *, dry: bool = False, is_timed: bool = True) -> Profile:
         call = self._call
-        seen = profile_step(
-            call.function,
-            call.args,
-            dict(call.kwargs),
-            model=self._model,
-            loss=call.loss,
-            optimizer=self._optimizer,
-            dry=dry,
-            name=type(self._model).__name__,
-            progress=self._progress,
-        )
+        with _gradients_present(self._model) if self._has_gradients else nullcontext():
+            seen = profile_step(
+                call.function,
+                call.args,
+                dict(call.kwargs),
+                model=self._model,
+                loss=call.loss,
+                optimizer=self._optimizer,
+                dry=dry,
+                name=type(self._model).__name__,
+                timed=is_timed,
+                progress=self._progress,
+            )
         return seen if call.function is self._model else keep_within(seen, self._model)
+
+
+@contextmanager
+def _gradients_present(model: nn.Module) -> Iterator[None]:
+    """Let all trained parameters have gradients meanwhile."""
+    without = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
+    try:
+        for parameter in without:
+            parameter.grad = torch.zeros_like(parameter)
+        yield
+    finally:
+        for parameter in without:
+            parameter.grad = None
 
 
 def keep_within(profile: Profile, model: nn.Module) -> Profile:

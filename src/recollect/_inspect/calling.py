@@ -137,12 +137,13 @@ def held_loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def loss_in(output: Any) -> Tensor | None:
-    """The loss that a model's output is or holds, or the sum of its tensors."""
+def loss_in(output: Any, *, is_trained: bool = True) -> Tensor | None:
+    """The loss that a model's output is or holds, or the sum of its tensors: of those with gradients, in training."""
     held = held_loss(output)
     if isinstance(held, Tensor):
         return held
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if leaf.requires_grad or (not is_trained and leaf.is_floating_point())]
     if tensors and tensors[0].dim() == 0 and not tensors[0].is_complex():
         return tensors[0]
     sums = [(torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum() for tensor in tensors]

@@ -107,9 +107,9 @@ def _suggest(profile: Profile, peak: PeakRow, gains: Sequence[Gain]) -> Iterator
     yield from _suggest_cache(profile, peak)
     if peak.by_category.get(Category.LOSS_HEAD, 0) > _MUCH * peak.bytes:
         yield Suggestion(
-            what="make the head and the loss one region, or compute the loss in chunks of tokens",
+            what="compute the loss in chunks: the last linear layer and cross_entropy in one",
             gives=f"the loss head is {format_bytes(peak.by_category[Category.LOSS_HEAD])} of the peak",
-            code="loss = recollect.checkpoint(lambda hidden: loss_of(head(hidden), targets))(hidden)",
+            code="loss = recollect.linear_cross_entropy(hidden, head.weight, targets)",
         )
     yield from _suggest_allocator(profile)
     if (

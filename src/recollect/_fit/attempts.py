@@ -1,0 +1,181 @@
+"""Ways to make a step fit, those that cost least first: values alone, with levers, and in micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._apply.model import apply
+from recollect._core.calls import Phase
+from recollect._core.errors import BudgetError
+from recollect._core.levers import CHUNKED_LOSS, MICRO_BATCHES, PlannedLever
+from recollect._core.plans import Plan
+from recollect._core.profiles import Profile
+from recollect._fit.batches import Call
+from recollect._fit.fitted import Steps
+from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
+from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
+from recollect._fit.plan import plan as make_plan
+from recollect._fit.run import Runner
+from recollect._plan.budget import SMALLEST
+
+_log = logging.getLogger("recollect")
+
+Progress = Callable[[int, int | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is to fit.
+
+    Attributes:
+        model: whose modules may become regions.
+        batch: as the user gave it; of a loader the largest.
+        loss: likewise.
+        call: the step with this batch.
+        owns_step: whether it is the model that is called, and not a step of the user's.
+        optimizer: whose state and step are counted.
+        tiers: as of `recollect.plan`.
+        progress: called now and then.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[..., Tensor] | None
+    call: Call
+    owns_step: bool
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+    tiers: str | None
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A way to make a step fit.
+
+    Attributes:
+        subject: what is to fit.
+        run: runs it, or one of its micro-batches.
+        profile: of that, with the levers.
+        plain: of the step without them.
+        levers: what is done beyond values.
+        parts: how many times `run` runs in a step.
+        weight: what the loss of each is multiplied with.
+    """
+
+    subject: Subject
+    run: Runner
+    profile: Profile
+    plain: Profile
+    levers: tuple[PlannedLever, ...] = ()
+    parts: int = 1
+    weight: float = 1.0
+
+    def plan(self, budget: int | str) -> Plan:
+        """The best plan within a budget.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        made = make_plan(self.profile, budget=budget, tiers=self.subject.tiers, progress=self.subject.progress)
+        if not self.levers:
+            return made
+        assert made.forecast is not None
+        bound = made.forecast.lower_bound_s
+        forecast = replace(
+            made.forecast,
+            plain_peak_bytes=self.plain.peak_bytes,
+            plain_step_s=sum(call.seconds or 0.0 for call in self.plain.calls),
+            step_s=self.whole_s(made.forecast.step_s),
+            lower_bound_s=None if bound is None else self.whole_s(bound),
+            curve=tuple(replace(point, step_s=self.whole_s(point.step_s)) for point in made.forecast.curve),
+            policies=tuple(replace(point, step_s=self.whole_s(point.step_s)) for point in made.forecast.policies),
+        )
+        return replace(made, forecast=forecast, levers=self.levers)
+
+    def whole_s(self, seconds: float) -> float:
+        """How long the step takes if what `run` runs takes so long: all parts, and the optimizer once."""
+        if self.parts == 1:
+            return seconds
+        once = sum(call.seconds or 0.0 for call in self.profile.calls if call.phase is Phase.OPTIMIZER)
+        return (seconds - once) * self.parts + once
+
+    def make_steps(self) -> Steps | None:
+        """What runs forward and backward for the user; None if the user does."""
+        subject = self.subject
+        if not subject.owns_step:
+            return None
+        return Steps(subject.model, subject.loss, parts=self.parts, weight=self.weight)
+
+
+def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[Attempt, Plan]:
+    """The quickest way, as predicted, to keep a step within a budget; micro-batches only if no other does.
+
+    For the smallest peak all levers are tried but micro-batches, with which there would be no end.
+
+    Raises:
+        BudgetError: none does.
+    """
+    inputs = Inputs()
+    run = Runner(subject.model, subject.call, subject.optimizer, progress=subject.progress)
+    with inputs.watching(list_candidates(subject.model, asked)):
+        seen = run.profile_plainly()
+    found: tuple[Attempt, Plan] | None = None
+    refusals: list[BudgetError] = []
+    wants_least = budget == SMALLEST
+    attempt = Attempt(subject=subject, run=run, profile=seen, plain=seen)
+    for tried in _list_attempts(attempt, inputs, asked):
+        is_enough = tried.parts > 1 if wants_least else not _is_cheap(tried.levers)
+        if found is not None and (is_enough or (not found[1].regions and not wants_least)):
+            break
+        try:
+            plan = tried.plan(budget)
+        except BudgetError as error:
+            refusals.append(error)
+            continue
+        if found is None or (plan.peak_bytes < found[1].peak_bytes if wants_least else plan.step_s < found[1].step_s):
+            found = (tried, plan)
+    if found is None:
+        raise min(refusals, key=lambda error: error.smallest_bytes)
+    return found
+
+
+def _is_cheap(levers: tuple[PlannedLever, ...]) -> bool:
+    """Whether levers may be quicker than recomputing without them: running a part of every block again is not."""
+    return all(lever.name == CHUNKED_LOSS for lever in levers)
+
+
+def _list_attempts(first: Attempt, inputs: Inputs, asked: Asked) -> Iterator[Attempt]:
+    """The ways there are, one by one: each is profiled only when it is asked for."""
+    yield first
+    subject = first.subject
+    chosen: tuple[PlannedLever, ...] = ()
+    for lever in plan_levers(subject.model, first.plain, inputs, asked).values():
+        chosen = (*chosen, lever)
+        with apply(subject.model, Plan(levers=chosen)):
+            seen = first.run.profile_plainly()
+        yield replace(first, profile=seen, levers=chosen)
+    if MICRO_BATCHES in asked:
+        yield from _list_micro_batches(replace(first, levers=chosen), asked[MICRO_BATCHES])
+
+
+def _list_micro_batches(base: Attempt, said: int | None) -> Iterator[Attempt]:
+    subject = base.subject
+    refuse_batch_norms(subject.model)
+    examples = count_examples(subject.batch)
+    counts = [parts for parts in range(2, examples + 1) if examples % parts == 0] if said is None else [said]
+    for parts in counts:
+        weight = find_weight(subject.model, subject.batch, subject.loss, parts)
+        steps = Steps(subject.model, subject.loss, parts=parts, weight=weight)
+        part = split_batch(subject.batch, parts)[0]
+        call = Call(function=lambda one, steps=steps: steps.run_part(one), args=(part,))
+        run = Runner(subject.model, call, subject.optimizer, has_gradients=True, progress=subject.progress)
+        with apply(subject.model, Plan(levers=base.levers)):
+            seen = run.profile_plainly()
+        lever = PlannedLever(name=MICRO_BATCHES, parts=parts)
+        yield replace(base, run=run, profile=seen, levers=(*base.levers, lever), parts=parts, weight=weight)

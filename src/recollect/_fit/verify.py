@@ -1,0 +1,67 @@
+"""Checks that levers leave a step's gradients as they are, up to rounding."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import nn
+
+from recollect._apply.model import apply
+from recollect._core.levers import CHUNKED_MLP, MICRO_BATCHES
+from recollect._core.plans import Plan
+from recollect._core.sharded import is_sharded
+from recollect._fit.attempts import Attempt
+
+_log = logging.getLogger("recollect")
+
+_CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_CLOSE_OTHERWISE = 5e-2
+_FLOOR = 0.01  # of all gradients together: those of single parameters may be rounding errors and nothing else
+_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+def compare_gradients(attempt: Attempt) -> None:
+    """Run the step with the levers and without, and compare how large the gradients are.
+
+    Not done where there is no room for the plain step, where parameters are spread over processes, and where chunks
+    draw other random numbers; the log says so.
+
+    Raises:
+        ValueError: the levers change them.
+    """
+    model = attempt.subject.model
+    levers = [lever for lever in attempt.levers if lever.name != MICRO_BATCHES]
+    if not levers:
+        return
+    why = _why_not(model, any(lever.name == CHUNKED_MLP for lever in levers))
+    before = None if why else attempt.run.measure_gradients()
+    if before is None:
+        _log.info("recollect.fit: gradients with levers were not compared: %s", why or "the plain step does not fit")
+        return
+    with apply(model, Plan(levers=tuple(levers))):
+        after = attempt.run.measure_gradients()
+    if after is None:
+        return
+    total = math.hypot(*before.values())
+    close = max(_CLOSE.get(parameter.dtype, _CLOSE_OTHERWISE) for parameter in model.parameters())
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")) or not attempt.subject.owns_step:
+        close = _CLOSE_OTHERWISE  # a step of the user's may cast, too
+    for name in {**before, **after}:
+        one, two = before.get(name, 0.0), after.get(name, 0.0)
+        if not abs(one - two) <= close * (abs(one) + _FLOOR * total):
+            message = (
+                f"levers {', '.join(repr(lever.name) for lever in levers)} change the gradient of '{name}': its norm "
+                f"is {two:.4g} with them and {one:.4g} without.\nThe model does something with its values that they "
+                "cannot follow: leave them out"
+            )
+            raise ValueError(message)
+
+
+def _why_not(model: nn.Module, is_cut: bool) -> str:  # noqa: FBT001
+    if any(map(is_sharded, model.parameters())):
+        return "parameters are spread over processes"
+    if is_cut and any(isinstance(part, _RANDOM) and part.training and part.p for part in model.modules()):
+        return "dropout draws other numbers in chunks"
+    return ""
