@@ -25,6 +25,7 @@ FREE_OF_TORCH = (
     "recollect._core.forecasts",
     "recollect._core.gains",
     "recollect._core.held",
+    "recollect._core.levers",
     "recollect._core.numbers",
     "recollect._core.plan_text",
     "recollect._core.profile_text",

@@ -108,5 +108,5 @@ def test_an_exact_choice_needs_the_whole_site() -> None:
 
 
 def test_a_plan_of_a_later_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="this plan is of version 7, and this recollect reads up to version 2"):
+    with pytest.raises(ValueError, match="this plan is of version 7, and this recollect reads up to version 3"):
         Plan.from_json('{"recollect": "plan", "version": 7}')

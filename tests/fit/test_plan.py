@@ -107,7 +107,7 @@ def test_a_plan_goes_to_json_and_back_and_does_the_same(case: tuple[nn.Module, t
     plan = recollect.plan(seen, budget="min")
     again = Plan.from_json(plan.to_json())
     assert again == plan
-    assert json.loads(plan.to_json())["version"] == 2
+    assert json.loads(plan.to_json())["version"] == 3
     with recollect.apply(model, again) as handle:
         assert {place.name for place in handle.places} == {region.path for region in plan.regions}
 
