@@ -16,11 +16,8 @@ The disk tier against ``dd`` with direct I/O and the same block size, on any mac
 
 import argparse
 import gc
-import subprocess
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +27,7 @@ from unittest import mock
 import torch
 from alternate import alternate
 from llama_like import LlamaLike
+from offload_disk import measure_disk
 from offload_host import MOST_US, measure_host
 from peers import plain as call_plain
 from torch import Tensor
@@ -37,9 +35,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from training import COMPUTE, SMALL, Model, each_block, train
 
 import recollect
-from recollect._offload.disk import CHUNK_BYTES, DiskTier
+from recollect._offload.disk import CHUNK_BYTES
 from recollect._offload.offload import Offload
-from recollect._offload.pinned import aligned_bytes
 from recollect._offload.streams import DeviceClock
 from recollect._profile.links import measure_copies
 
@@ -280,51 +277,11 @@ def host_cost(device: torch.device) -> None:
 
 def on_disk(folder: Path, total: int) -> None:
     """The disk tier against dd, both directions, past the page cache."""
-    folder.mkdir(parents=True, exist_ok=True)
-    size = 64 * 2**20
-    pieces = max(total // size, 4)
-    data = aligned_bytes(size)
-    data.random_(0, 255)
-    rounds: dict[str, list[float]] = {"dd write": [], "tier write": [], "dd read": [], "tier read": []}
-    for _ in range(3):
-        rounds["dd write"].append(time_dd_write(folder, pieces * size))
-        for name, seconds in time_tier(folder, data, pieces).items():
-            rounds[name].append(seconds)
-    moved = pieces * size
-    print(f"disk tier in {folder}: {moved / GIB:.1f} GiB in blocks of {CHUNK_BYTES // 2**20} MiB")
-    for way in ("write", "read"):
-        theirs, ours = moved / min(rounds[f"dd {way}"]), moved / min(rounds[f"tier {way}"])
-        say(f"{way}: dd, tier", f"{theirs / 1e9:.2f}, {ours / 1e9:.2f} GB/s", ">= 70%", is_met=ours >= 0.7 * theirs)
-
-
-def time_dd_write(folder: Path, total: int) -> float:
-    file = folder / "recollect-dd.bin"
-    block, count = f"bs={CHUNK_BYTES}", f"count={total // CHUNK_BYTES}"
-    seconds = dd("if=/dev/zero", f"of={file}", block, count, "oflag=direct", "conv=fsync")
-    file.unlink()
-    return seconds
-
-
-def time_tier(folder: Path, data: Tensor, pieces: int) -> dict[str, float]:
-    """The tier's writing and reading, and dd's reading of the same file: disks may be quicker with a file of zeros."""
-    tier = DiskTier(folder)
-    rooms = [aligned_bytes(data.numel()).zero_() for _ in range(4)]  # touched: it is the disk that is measured
-    with ThreadPoolExecutor(4) as workers:
-        start = time.perf_counter()
-        keys = list(workers.map(lambda _: tier.write(data), range(pieces)))
-        write_s = time.perf_counter() - start
-        start = time.perf_counter()
-        list(workers.map(lambda item: tier.read(item[1], rooms[item[0] % 4]), enumerate(keys)))
-        read_s = time.perf_counter() - start
-    dd_s = dd(f"if={tier.path}", "of=/dev/null", f"bs={CHUNK_BYTES}", "iflag=direct")
-    tier.close()
-    return {"tier write": write_s, "tier read": read_s, "dd read": dd_s}
-
-
-def dd(*arguments: str) -> float:
-    start = time.perf_counter()
-    subprocess.run(["dd", *arguments], check=True, capture_output=True)
-    return time.perf_counter() - start
+    print(f"\ndisk tier in {folder}: {total / GIB:.1f} GiB in blocks of {CHUNK_BYTES // 2**20} MiB")
+    for way, speeds in measure_disk(folder, total).items():
+        fastest = f"{max(speeds.dd) / 1e9:.2f}, {max(speeds.tier) / 1e9:.2f} GB/s"
+        say(f"{way}: dd, tier, the fastest of {len(speeds.dd)} rounds", fastest)
+        say(f"{way}: tier / dd, in the middle", f"{speeds.ratio:.0%}", ">= 70%", is_met=speeds.ratio >= 0.7)
 
 
 def main() -> None:

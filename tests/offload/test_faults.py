@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect._offload import pinned as pinned_module
 from recollect._offload.disk import DiskTier, remove_stale
+from recollect._offload.host_memory import aligned_bytes
 from recollect._offload.pinned import PinnedPool
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import late_session
@@ -251,7 +251,7 @@ def test_a_shared_directory_among_the_temporary_files_is_refused(tmp_path: Path)
 
 
 def test_pools_never_pass_their_limit() -> None:
-    pool = PinnedPool(10 * 2**20, pinned_module.allocate_pageable)
+    pool = PinnedPool(10 * 2**20, aligned_bytes)
     taken = []
     while (buffer := pool.take(3 * 2**20)) is not None:
         taken.append(buffer)

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recollect._offload.extents import Extents
-from recollect._offload.pinned import Buffer, PinnedPool, allocate_pageable
+from recollect._offload.host_memory import aligned_bytes
+from recollect._offload.pinned import Buffer, PinnedPool
 
 
 def make_pool(limit: int | None = None) -> PinnedPool:
-    return PinnedPool(limit, allocate_pageable)
+    return PinnedPool(limit, aligned_bytes)
 
 
 def take(pool: PinnedPool, size: int) -> Buffer:

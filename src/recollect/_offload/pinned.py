@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recollect._core.units import format_bytes
 from recollect._offload.extents import Extents
+from recollect._offload.host_memory import ALIGNMENT, aligned_bytes, allocate_pinned, round_up
 from recollect._offload.kinds import Kind
 
-ALIGNMENT = 4096  # what direct I/O to disks wants
 _SMALLEST_SLAB = 2**20
 _LARGEST_SLAB = 2**29
 
@@ -51,28 +50,6 @@ class Buffer:
     def give_back(self, busy: Any = None) -> None:
         """Let others have it, once the copy that `busy` marks is done. Takes no lock."""
         self.pool.give_back(self, busy)
-
-
-def allocate_pinned(size: int) -> Tensor:
-    """Bytes in host memory that a device can copy to and from by itself."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-
-def allocate_pageable(size: int) -> Tensor:
-    """Plain bytes in host memory."""
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def _round_up(size: int) -> int:
-    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-
-
-def aligned_bytes(size: int) -> Tensor:
-    """Plain host memory that starts at a block, so that direct I/O reads into it without a detour."""
-    rounded = _round_up(size)
-    whole = torch.empty(rounded + ALIGNMENT, dtype=torch.uint8)
-    start = -whole.data_ptr() % ALIGNMENT
-    return whole[start : start + rounded]
 
 
 class PinnedPool:
@@ -109,7 +86,7 @@ class PinnedPool:
         """Lent at this moment, rounding included."""
         with self._lock:
             self._sort_returned()
-            waiting = sum(len(same) * _round_up(size) for size, same in self._waiting.items())
+            waiting = sum(len(same) * round_up(size) for size, same in self._waiting.items())
             return sum(extents.used_bytes for _, extents in self._slabs) - waiting
 
     def take(self, size: int) -> Buffer | None:
@@ -177,7 +154,7 @@ class PinnedPool:
 
     def _add_slab(self, size: int) -> bool:
         """Take one more slab that holds `size`; says whether the limit let it."""
-        needed = _round_up(size)
+        needed = round_up(size)
         wish = max(needed, min(self.held_bytes, _LARGEST_SLAB), _SMALLEST_SLAB)
         slab = 1 << (wish - 1).bit_length()
         if self.limit is not None and self.held_bytes + slab > self.limit:
@@ -203,7 +180,7 @@ class PinnedPool:
                     "Raise the limit on locked memory (`ulimit -l`), or pass a smaller `limit`."
                 )
                 warnings.warn(message, UserWarning, stacklevel=2)
-        return allocate_pageable(size)
+        return aligned_bytes(size)
 
 
 def _first_line(error: BaseException) -> str:

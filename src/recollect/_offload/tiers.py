@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from recollect._core.errors import TierFullError
-from recollect._offload.pinned import Buffer, PinnedPool, allocate_pageable
+from recollect._offload.host_memory import aligned_bytes
+from recollect._offload.pinned import Buffer, PinnedPool
 
 
 @runtime_checkable
@@ -90,7 +91,7 @@ class HostTier:
 
 def pageable_pool(limit: int | None) -> PinnedPool:
     """A pool for machines without an accelerator, where nothing is gained by pinning."""
-    return PinnedPool(limit, allocate_pageable, is_pinned=False)
+    return PinnedPool(limit, aligned_bytes, is_pinned=False)
 
 
 class SharedHosts:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from recollect._core.errors import TierFullError
 from recollect._offload.accounts import Accounts
+from recollect._offload.host_memory import aligned_bytes
 from recollect._offload.jobs import ReadJob, WriteJob
 from recollect._offload.notices import Notices
 from recollect._offload.parcels import Parcel
-from recollect._offload.pinned import Buffer, aligned_bytes
+from recollect._offload.pinned import Buffer
 from recollect._offload.tiers import HostTier, Tier
 
 _WORKERS = 4
