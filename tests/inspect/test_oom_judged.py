@@ -70,7 +70,7 @@ def test_what_people_use_is_offered_best_first() -> None:
     model = Trained()
     found = judged(model, metered_peak(model))
     codes = [choice.code for choice in found.choices]
-    assert codes[0].startswith("recollect.apply(model, recollect.plan(recollect.profile(model, batch), budget=")
+    assert codes[0].startswith("recollect.fit(model, batch")
     assert 'recollect.apply(model, {"net.layers.*": "full"})' in codes
     assert 'recollect.apply(model, {"net.layers.*": "full"}, every=2)' in codes
     assert 'recollect.apply(model, {"net.layers.*": "selective"})' in codes

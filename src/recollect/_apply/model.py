@@ -93,6 +93,11 @@ class Applied:
         """Whether some region keeps values by a policy."""
         return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
 
+    @property
+    def was_taken_away(self) -> bool:
+        """Whether `recollect.remove`, or the handle's own `remove`, has undone it."""
+        return self.is_removed or (bool(self._entries) and all(entry.is_removed for entry in self._entries))
+
     def compare(self, before: Profile, after: Profile) -> None:
         """Let the table say what this frees and costs, from profiles of a step without it and with it.
 

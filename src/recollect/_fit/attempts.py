@@ -17,11 +17,11 @@ from recollect._core.levers import CHUNKED_LOSS, MICRO_BATCHES, PlannedLever
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
-from recollect._fit.fitted import Steps
 from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
 from recollect._fit.plan import plan as make_plan
 from recollect._fit.run import Runner
+from recollect._fit.steps import Steps
 from recollect._plan.budget import SMALLEST
 
 _log = logging.getLogger("recollect")

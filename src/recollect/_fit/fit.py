@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from recollect._apply.model import apply
+from recollect._apply.model import Applied, apply
 from recollect._core.errors import BudgetError
+from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
 from recollect._core.units import format_bytes
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
 from recollect._fit.fitted import Fitted
 from recollect._fit.levers import read_levers
-from recollect._fit.loaders import find_largest
+from recollect._fit.loaders import list_batches
+from recollect._fit.shapes import Bucket, PlanSwitch, Seen
 from recollect._fit.verify import compare_gradients
+from recollect._plan.budget import FASTEST, SMALLEST
 
 _log = logging.getLogger("recollect")
 
@@ -39,6 +41,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     step: Callable[..., Any] | None = None,
     tiers: str | None = None,
     levers: Iterable[str] | Mapping[str, Any] = (),
+    recover: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Fitted:
     """Make a model's training step stay within a budget of memory: profile, plan, apply, run, compare, correct.
@@ -51,7 +54,9 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         model: any module; its modules become regions in place.
         batch: what a step is called with, as large as it gets: a tensor, a tuple of arguments, a dict of keywords,
             whatever the model's forward takes as one argument, or a DataLoader, of whose first 64 batches the largest
-            is taken. Tensors on the CPU are sent to where the model is.
+            is taken. Tensors on the CPU are sent to where the model is. A list of tuples, or of dicts, is several
+            batches of different shapes, each of which gets a plan; calls that are larger than all run under the plan
+            with the smallest peak, and the log says so once.
         budget: as of `recollect.plan`.
         loss: makes the loss of the model's output; one of two arguments is also given the targets, which the model then
             does not get: the last part of a tuple, ``labels``, ``targets`` or the like of a dict. By default the output
@@ -66,6 +71,8 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
             treat every token by itself run on some tokens at a time. ``"micro_batches"``: if nothing else fits, the
             batch runs in equal parts, by `Fitted.forward_backward`. A mapping says more: ``{"chunked_loss":
             "lm_head", "chunked_mlp": "layers.*.mlp", "micro_batches": 4}``.
+        recover: whether `Fitted.forward_backward` puts everything back where memory runs out, takes a tighter plan and
+            runs once more. It then copies buffers, and gradients if there are any, to the host at each call.
         progress: called now and then with a number of things done and of things to do, or None.
 
     Returns:
@@ -90,26 +97,49 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     if step is not None and loss is not None:
         message = "recollect.fit: step= runs the whole step, its loss included; give one of step= and loss="
         raise ValueError(message)
-    if isinstance(batch, DataLoader):
-        batch = find_largest(batch)
     asked = read_levers(levers, owns_step=step is None)
-    subject = Subject(
-        model=model,
-        batch=batch,
-        loss=loss,
-        call=read_batch(batch, loss, model) if step is None else read_step(batch, step),
-        owns_step=step is None,
-        optimizer=optimizer,
-        tiers=tiers,
-        progress=progress,
-    )
-    attempt, plan = choose_attempt(subject, asked, budget)
-    fitted = _correct(attempt, plan, budget)
+    batches = list_batches(batch)
+    if len(batches) > 1 and MICRO_BATCHES in asked:
+        message = f"lever {MICRO_BATCHES!r} is for one batch, and there are {len(batches)}: pass the largest"
+        raise ValueError(message)
+    corrected: list[_Corrected] = []
+    for one in batches:
+        if corrected:
+            corrected[-1].applied.remove()
+        subject = Subject(
+            model=model,
+            batch=one,
+            loss=loss,
+            call=read_batch(one, loss, model) if step is None else read_step(one, step),
+            owns_step=step is None,
+            optimizer=optimizer,
+            tiers=tiers,
+            progress=progress,
+        )
+        attempt, plan = choose_attempt(subject, asked, budget)
+        corrected.append(_correct(attempt, plan, budget))
+    last = corrected[-1]
+    buckets = [Bucket(shapes=frozenset(done.seen.shapes), plan=done.plan) for done in corrected if done.seen.shapes]
+    safe = None if budget == FASTEST or not buckets else last.attempt.plan(SMALLEST)
+    switch = PlanSwitch(buckets, safe).start(model, last.applied, last.plan)
+    plans = tuple(done.plan for done in corrected)
+    fitted = Fitted(last.attempt, switch, plans=plans, tries=max(done.tries for done in corrected), recovers=recover)
     _log.info("%s", fitted)
     return fitted
 
 
-def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> Fitted:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Corrected:
+    """A way to make a batch fit that was run, and stayed within the budget; its plan is in force."""
+
+    attempt: Attempt
+    plan: Plan
+    tries: int
+    applied: Applied
+    seen: Seen
+
+
+def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
     """Run the step under its plan, and under tighter ones, until it stays within the budget.
 
     Raises:
@@ -118,18 +148,20 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> Fitted:
     assert plan.forecast is not None
     limit = plan.forecast.budget_bytes
     wanted: int | str = budget
+    seen = Seen()
     compare_gradients(attempt)
     for tries in range(1, _MOST_TRIES + 1):
         applied = apply(attempt.subject.model, plan)
         try:
-            measured, seconds = attempt.run.measure()
+            with seen.watching(attempt.subject.model):
+                measured, seconds = attempt.run.measure()
         except BaseException:
             applied.remove()
             raise
         if limit is None or (measured is not None and measured <= limit):
             whole_s = None if seconds is None else attempt.whole_s(seconds)
             done = _write_measured(plan, measured, whole_s, budget, limit)
-            return Fitted(applied, done, tries, attempt.plain, attempt.make_steps())
+            return _Corrected(attempt=attempt, plan=done, tries=tries, applied=applied, seen=seen)
         applied.remove()
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)

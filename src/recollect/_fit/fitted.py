@@ -2,49 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from recollect._apply.model import Applied
+from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
-from recollect._core.profiles import Profile
-from recollect._fit.batches import read_batch
-from recollect._fit.micro_batches import split_batch
+from recollect._core.units import format_bytes
+from recollect._fit.attempts import Attempt
+from recollect._fit.recovery import Recovery
+from recollect._fit.shapes import PlanSwitch
+
+_log = logging.getLogger("recollect")
+
+_TIGHTER = 0.9
+"""How much of the predicted peak a plan may take after one under which memory ran out."""
 
 
 class Fitted:
     """A model that was made to fit; made by `recollect.fit`. Prints what was predicted beside what was measured.
 
     Attributes:
-        plan: what it runs under, with the measured figures in its forecast.
+        plans: of all batches that it was fitted with, the largest last, with the measured figures in their forecasts.
         tries: how many plans were run until one was within the budget.
         profile: of the plain step, that the plan was made of.
     """
 
-    def __init__(self, applied: Applied, plan: Plan, tries: int, profile: Profile, steps: Steps | None) -> None:
-        self._applied, self._steps = applied, steps
-        self.plan, self.tries, self.profile = plan, tries, profile
+    def __init__(
+        self,
+        attempt: Attempt,
+        switch: PlanSwitch,
+        *,
+        plans: tuple[Plan, ...],
+        tries: int,
+        recovers: bool = False,
+    ) -> None:
+        self._attempt, self._switch, self._recovers = attempt, switch, recovers
+        self._steps = attempt.make_steps()
+        self.plans, self.tries, self.profile = plans, tries, attempt.plain
+
+    @property
+    def plan(self) -> Plan:
+        """What the largest batch runs under."""
+        return self.plans[-1]
 
     @property
     def is_removed(self) -> bool:
         """Whether it was undone."""
-        return self._applied.is_removed
+        return self._switch.is_removed
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run forward and backward with a batch as `fit` was given one; gradients are added to those that there are.
 
         If the plan has the lever ``"micro_batches"``, the batch runs in its parts. Optimizers are yours to step.
 
+        If `fit` was told to recover, and memory runs out, then gradients, buffers and random generators are put back,
+        a tighter plan takes the place of this one, and the batch runs once more; the log says so.
+
         Returns:
             The loss, without a graph.
 
         Raises:
             ValueError: `fit` was given `step`, which is yours to run; it was removed; or the batch cannot be cut.
+            torch.OutOfMemoryError: memory ran out, and nothing can be done: it did so twice, no plan is tighter, or an
+                optimizer has stepped in backward already.
 
         >>> import torch, recollect
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -59,11 +85,56 @@ class Fitted:
         if self.is_removed:
             message = "this fit was removed: forward_backward would run the plain step. Call recollect.fit again"
             raise ValueError(message)
-        return self._steps.run(batch)
+        if not self._recovers:
+            return self._steps.run(batch)
+        recovery = Recovery(self._attempt.subject.model)
+        try:
+            return self._steps.run(batch)
+        except torch.OutOfMemoryError as error:
+            tighter = self._find_tighter(error, recovery)
+            clear_frames(error.__traceback__)  # they hold tensors
+        recovery.restore()
+        self._tighten(tighter)
+        try:
+            return self._steps.run(batch)
+        except torch.OutOfMemoryError as error:
+            clear_frames(error.__traceback__)
+            recovery.restore()
+            error.add_note("recollect.fit: memory ran out again under a tighter plan. Gradients are as before the step")
+            raise
+
+    def _find_tighter(self, error: torch.OutOfMemoryError, recovery: Recovery) -> Plan:
+        """A plan for less than what is in force takes.
+
+        Raises:
+            torch.OutOfMemoryError: the given one, where nothing can be run again.
+        """
+        now = self._switch.current or self.plan
+        if recovery.has_stepped:
+            error.add_note("recollect.fit: the step is not repeated: parameters were changed before memory ran out")
+            raise error
+        try:
+            return self._attempt.plan(int(now.peak_bytes * _TIGHTER))
+        except BudgetError as refusal:
+            clear_frames(error.__traceback__)
+            recovery.restore()
+            error.add_note(f"recollect.fit: the step is not repeated: {refusal}")
+            raise error from None
+
+    def _tighten(self, tighter: Plan) -> None:
+        model, now = self._attempt.subject.model, self._switch.current or self.plan
+        _log.warning(
+            "recollect.fit: memory ran out under a plan for %s. Gradients, buffers and random generators are put back, "
+            "and the step runs again under one for %s",
+            format_bytes(now.peak_bytes),
+            format_bytes(tighter.peak_bytes),
+        )
+        self._switch.replace(model, now, tighter)
+        self.plans = tuple(tighter if plan is now else plan for plan in self.plans)
 
     def remove(self) -> None:
         """Take everything away: the model is as it was."""
-        self._applied.remove()
+        self._switch.remove()
 
     def __enter__(self) -> Self:
         """Nothing; leaving the block removes what was applied."""
@@ -86,36 +157,3 @@ class Fitted:
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_()
-
-
-class Steps:
-    """Runs forward and backward of a model.
-
-    Args:
-        model: the model.
-        loss: as of `fit`.
-        parts: how many micro-batches a batch is cut into.
-        weight: what the loss of each is multiplied with.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss: Callable[..., Tensor] | None, *, parts: int = 1, weight: float = 1.0
-    ) -> None:
-        self._model, self._loss, self.parts, self._weight = model, loss, parts, weight
-
-    def run(self, batch: Any) -> Tensor:
-        """Run a batch, in parts; gives its loss."""
-        total: Tensor | None = None
-        with torch.enable_grad():
-            for part in split_batch(batch, self.parts):
-                loss = self.run_part(part)
-                total = loss if total is None else total + loss
-        assert total is not None
-        return total
-
-    def run_part(self, part: Any) -> Tensor:
-        """Run one part of a batch."""
-        loss = read_batch(part, self._loss, self._model).lose()
-        loss = loss if self._weight == 1 else loss * self._weight
-        loss.backward()
-        return loss.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,12 +40,25 @@ def find_largest(loader: DataLoader[Any]) -> Any:
     return largest
 
 
+def list_batches(batch: Any) -> list[Any]:
+    """The batches that there are, the largest last: several in a list of tuples or of dicts, else one.
+
+    >>> list_batches([{"x": 1}, {"x": 2}]), list_batches([1, 2])
+    ([{'x': 1}, {'x': 2}], [[1, 2]])
+    """
+    if isinstance(batch, DataLoader):
+        return [find_largest(batch)]
+    for kind in (Mapping, tuple, list):
+        if isinstance(batch, list) and batch and all(isinstance(one, kind) for one in batch):
+            return sorted(batch, key=count_elements)
+    return [batch]
+
+
 def count_elements(batch: Any) -> int:
     """How many numbers the tensors of a batch have."""
     if isinstance(batch, Tensor):
         return batch.numel()
-    inside = batch.values() if hasattr(batch, "values") and hasattr(batch, "keys") else None
-    leaves = tree_leaves(batch if inside is None else list(inside))
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
 
 

@@ -112,19 +112,22 @@ def judge(
     ]
     choices.sort(key=_order)
     if choices and choices[0].is_enough is not False and limit > beside:
-        choices.insert(0, _plan_for(limit - beside, choices[0], beside))
+        given_too = "".join(
+            f", {name}={name}" for name, is_there in (("loss", not has_loss), ("optimizer", optimizer)) if is_there
+        )
+        choices.insert(0, _fit_into(limit - beside, choices[0], beside, given_too))
     return Judgement(
         capacity_bytes=capacity_bytes, plain_bytes=seen.peak_bytes + beside, choices=tuple(choices[:_MOST])
     )
 
 
-def _plan_for(budget_bytes: int, best: Judged, beside: int) -> Judged:
-    """A plan for what there is: it has every other choice among its own, so that it takes no longer than the best."""
+def _fit_into(budget_bytes: int, best: Judged, beside: int, given_too: str) -> Judged:
+    """A plan for what there is, as `fit` makes it: it has every other choice among its own, so that it takes no longer than the best."""
     unit, size = next(((unit, size) for unit, size in _UNITS if budget_bytes >= 10 * size), _UNITS[-1])
     budget = f"{budget_bytes // size}{unit}"
     return Judged(
         what=f"let a plan choose within {budget}",
-        code=f'recollect.apply(model, recollect.plan(recollect.profile(model, batch), budget="{budget}"))',
+        code=f'recollect.fit(model, batch{given_too}, budget="{budget}")',
         peak_bytes=budget_bytes // size * size + beside,
         recompute_s=best.recompute_s,
         is_enough=best.is_enough,

@@ -1,0 +1,151 @@
+"""Which plan is in force on a model, by the shapes that it is called with; a safe one for shapes that nobody tried."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
+
+from recollect._apply.model import Applied, apply
+from recollect._core.plans import Plan
+from recollect._core.torch_private.pytree import tree_leaves
+
+_log = logging.getLogger("recollect")
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors that a model is called with."""
+
+
+def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
+    """The shapes of all tensors among arguments; those of keywords in the order of their names."""
+    leaves = tree_leaves([list(args), [kwargs[name] for name in sorted(kwargs)]])
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def covers(known: Shapes, asked: Shapes) -> bool:
+    """Whether nothing of what is asked for is larger than what is known.
+
+    >>> covers(((8, 512),), ((4, 512),)), covers(((8, 512),), ((2, 1024),))
+    (True, False)
+    """
+    return len(known) == len(asked) and all(
+        len(one) == len(other) and all(size <= most for size, most in zip(other, one, strict=True))
+        for one, other in zip(known, asked, strict=True)
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """The shapes that a model was called with while it was watched."""
+
+    shapes: set[Shapes] = field(default_factory=set)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Note them meanwhile."""
+        handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.shapes.add(shapes_of(args, kwargs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A plan, and the shapes that it was measured with."""
+
+    shapes: frozenset[Shapes]
+    plan: Plan
+
+    def covers(self, asked: Shapes) -> bool:
+        """Whether it was measured with something at least as large."""
+        return any(covers(known, asked) for known in self.shapes)
+
+
+class PlanSwitch:
+    """Looks at each training call of a model before it runs, and puts the plan in force that is for its shapes.
+
+    A hook of the model's, which holds no reference to it. Copies of the model, deep or pickled, keep the regions that
+    were in force, without the switch.
+
+    Args:
+        buckets: plans with their shapes; the first that covers a call is taken.
+        safe: for calls that none covers: the plan with the smallest peak.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket] = (), safe: Plan | None = None) -> None:
+        self._buckets, self._safe = tuple(buckets), safe
+        self._applied: Applied | None = None
+        self._current: Plan | None = None
+        self._handle: RemovableHandle | None = None
+        self._has_told = False
+        self.is_removed = False
+
+    def start(self, model: nn.Module, applied: Applied, plan: Plan) -> Self:
+        """Watch a model on which a plan is in force already."""
+        self._applied, self._current = applied, plan
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        return self
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before the model runs."""
+        if is_compiling() or self.is_removed or self._safe is None or not (model.training and torch.is_grad_enabled()):
+            return
+        asked = shapes_of(args, kwargs)
+        wanted = next((bucket.plan for bucket in self._buckets if bucket.covers(asked)), self._safe)
+        if wanted is self._safe and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "recollect.fit: %s is called with %s, larger than anything that it was fitted with: it now runs under "
+                "the plan with the smallest peak, and nobody has measured whether that fits. Fit it with its largest "
+                "batch, or with several: recollect.fit(model, [batch, larger_batch], ...)",
+                type(model).__name__,
+                ", ".join(map(str, map(list, asked))),
+            )
+        self.put(model, wanted)
+
+    def put(self, model: nn.Module, plan: Plan) -> None:
+        """Put a plan in force."""
+        if plan is self._current or self._applied is None:
+            return
+        if self._applied.was_taken_away:  # by `recollect.remove`: the model is to be plain
+            self.is_removed = True
+            return
+        self._applied.remove()
+        self._applied, self._current = apply(model, plan), plan
+
+    def replace(self, model: nn.Module, old: Plan, new: Plan) -> None:
+        """Let a plan have the place of another one, for good."""
+        self._buckets = tuple(
+            Bucket(shapes=bucket.shapes, plan=new if bucket.plan is old else bucket.plan) for bucket in self._buckets
+        )
+        self.put(model, new)
+
+    @property
+    def current(self) -> Plan | None:
+        """The plan that is in force."""
+        return self._current
+
+    def remove(self) -> None:
+        """Take the plan away, and look no more."""
+        self.is_removed = True
+        if self._handle is not None:
+            self._handle.remove()
+        if self._applied is not None:
+            self._applied.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanSwitch:
+        return PlanSwitch()
+
+    def __reduce__(self) -> tuple[type[PlanSwitch], tuple[()]]:
+        return PlanSwitch, ()
