@@ -111,8 +111,9 @@ def test_where_no_plan_is_tighter_the_step_is_not_repeated() -> None:
 def test_where_an_optimizer_has_stepped_in_backward_the_step_is_not_repeated() -> None:
     net = Net()
     fitted = fit(net)
-    optimizer = torch.optim.SGD([net.layers[5][2].weight], lr=0.1)
-    net.layers[5][2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    weight = net.get_parameter("layers.5.2.weight")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     net.layers[1].register_full_backward_hook(Failing(1))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fitted.forward_backward(X)

@@ -122,7 +122,7 @@ def judge(
 
 
 def _fit_into(budget_bytes: int, best: Judged, beside: int, given_too: str) -> Judged:
-    """A plan for what there is, as `fit` makes it: it has every other choice among its own, so that it takes no longer than the best."""
+    """`fit` for what there is: its plan has every other choice among its own, and takes no longer than the best."""
     unit, size = next(((unit, size) for unit, size in _UNITS if budget_bytes >= 10 * size), _UNITS[-1])
     budget = f"{budget_bytes // size}{unit}"
     return Judged(
