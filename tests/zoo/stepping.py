@@ -76,11 +76,17 @@ def switch_torchs_on(kind: Kind, model: Any) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if not kind.has_switch:
         for module in regions_of(model):
-            module.forward = functools.partial(rival.checkpoint, module.forward, **options)
+            module.forward = functools.partial(_checkpoint, module.forward, options)
     elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     else:
         model.enable_gradient_checkpointing()
+
+
+def _checkpoint(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    # Torch gives recomputation the list that forward was given, whatever a dense net has added to it since.
+    copies = (list(value) if isinstance(value, list) else value for value in args)
+    return rival.checkpoint(forward, *copies, **options, **kwargs)
 
 
 def regions_of(model: nn.Module) -> list[Any]:

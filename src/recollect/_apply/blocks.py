@@ -2,10 +2,10 @@
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
 outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each stage of
-other sizes (as in Swin and DenseNet), are passed through to the blocks. Norms are not blocks, and where there are
-blocks of several products, those of a single one (projections, transitions) are left out: recomputing them frees
-little. Where no list repeats anything, lists of one block are taken, or else siblings of one class under any module (a
-U-Net written as ``down1``, ``down2``, ...).
+other sizes (as in Swin), or each a list of many (as in DenseNet), are passed through to the blocks. Norms are not
+blocks, and where there are blocks of several products, those of a single one (projections, transitions) are left out:
+recomputing them frees little. Where no list repeats anything, lists of one block are taken, or else siblings of one
+class under any module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
-    """Whether no two of them have the same sizes, while each holds blocks of its own that do, or many."""
-    return _most_alike(blocks) == 1 and all(
-        _most_alike(inner) > 1 or len(inner) >= _MANY
-        for inner in (_search(block, _LISTS, _repeated, seen) for block in blocks)
-    )
+    """Whether no two of them have the same sizes, while each holds blocks of its own that do; or each lists many."""
+    inner = [_search(block, _LISTS, _repeated, seen) for block in blocks]
+    if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):
+        return True
+    return _most_alike(blocks) == 1 and all(_most_alike(held) > 1 or len(held) >= _MANY for held in inner)
 
 
 def _most_alike(blocks: list[nn.Module]) -> int:
