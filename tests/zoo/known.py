@@ -15,13 +15,9 @@ def under(promise: str, names: str, reason: str, *rules: str) -> Iterator[tuple[
             yield (promise, name, rule), reason
 
 
-MASKED = "on fake tensors Transformers makes a mask and repeats keys and values, which it leaves out of the real step"
-
 BROKEN: dict[tuple[str, str, str], str] = {
     **dict(under("compiled", "whisper", "torch's aot_eager fails on the plain model too, in a view")),
     ("profile", "resnet", "full"): "the profile counts 1.3% more than a step holds",
-    **dict(under("dry", "qwen3 qwen3-moe lora", MASKED)),
-    **dict(under("dry", "gemma3", MASKED, "selective", "every 2nd")),
 }
 
 

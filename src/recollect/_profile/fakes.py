@@ -35,6 +35,10 @@ class Fakes:
             found = self._made[id(tensor)] = (tensor, self._make(tensor))
         return found[1]
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor, and the fake one for it."""
+        return list(self._made.values())
+
     def of_all(self, value: Any) -> Any:
         """The same value with fake tensors, in containers too."""
         arguments = Arguments((value,), {})

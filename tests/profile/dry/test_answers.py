@@ -42,8 +42,8 @@ def test_what_changes_memory_little_is_answered_and_noted(case: str) -> None:
 
 
 def test_a_one_hot_mask_is_true_as_often_as_it_is_on_average() -> None:
-    with dry_step([], torch.zeros(64, 2, dtype=torch.long), device=CPU) as dry:
-        hot = functional.one_hot(dry.values, num_classes=8).permute(2, 1, 0)
+    with dry_step([], torch.zeros(64, 2), device=CPU) as dry:
+        hot = functional.one_hot(dry.values.long(), num_classes=8).permute(2, 1, 0)
         positions, tokens = torch.where(hot[3])
     assert positions.shape == tokens.shape == (16,)
 

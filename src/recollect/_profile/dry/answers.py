@@ -10,7 +10,7 @@
 | ``bincount`` with ``minlength`` | so many counts |
 
 Numbers that are sizes (an int) and all other values are refused by name, see `step`. Each answer is noted with its
-line.
+line. Where all values are known (`known.py`), the answer is the true one, and there is nothing to note.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from recollect._core.operators import operator_of, tensors_in
 from recollect._core.places import Places
 from recollect._core.torch_private.dispatch import DispatchMode
-from recollect._core.torch_private.fake import is_fake
+from recollect._core.torch_private.fake import DATA_ERRORS, is_fake
+from recollect._profile.dry.known import KnownValues, note_value
 
 Note = Callable[[str], object]
 _MASKS = (torch.bool, torch.uint8)
@@ -47,6 +49,7 @@ class Answers(DispatchMode):
         super().__init__()
         self._note = note
         self._places = Places()
+        self._known = KnownValues()
         self._densities: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
         self._ranges: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._indices: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
@@ -63,6 +66,9 @@ class Answers(DispatchMode):
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, or answer for it."""
         name = str(func)
+        real = self._known.compute(func, operator_of(func), args, kwargs)
+        if real is not NotImplemented:
+            return self._know(func, args, kwargs, real)
         answer = self._answers.get(name)
         if answer is not None and isinstance(args[0], Tensor) and is_fake(args[0]):
             found = answer(*args, **kwargs)
@@ -71,12 +77,28 @@ class Answers(DispatchMode):
         if name.startswith("aten.index.Tensor") and any(_is_mask(index) for index in args[1]):
             args = (args[0], self._index_by_numbers(args[1]), *args[2:])
         result = func(*args, **kwargs)
+        self._known.note_made(func, args, kwargs, result)
         if name in _CHOOSING:
             self._indices[(result if isinstance(result, Tensor) else result[-1]).untyped_storage()] = None
         if name in _PASSING_ON or name == "aten.eq.Tensor" or name.startswith("aten.scatter"):
             self._pass_on(name, args, result)
         elif name.startswith("aten.arange"):
             self._ranges[result.untyped_storage()] = result.numel()
+        return result
+
+    def _know(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
+        """The result of an operator whose values are known."""
+        parts = list(real) if isinstance(real, (tuple, list)) else [real]
+        if not all(isinstance(part, Tensor) for part in parts):
+            return real
+        try:
+            result = func(*args, **kwargs)
+            made = result if isinstance(result, (tuple, list)) else [result]
+        except DATA_ERRORS:  # its size is known, too
+            made = [torch.empty_like(part, device=tensors_in(args)[0].device) for part in parts]
+            result = tuple(made) if isinstance(real, tuple) else made if isinstance(real, list) else made[0]
+        for fake, part in zip(made, parts, strict=True):
+            note_value(fake, part)
         return result
 
     def _say(self, what: str, answer: str) -> None:

@@ -36,6 +36,7 @@ from recollect._core.torch_private.fake import (
 )
 from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
+from recollect._profile.dry.known import note_value
 from recollect._profile.dry.roofline import Device
 from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
@@ -126,6 +127,7 @@ def dry_step(
     notes = [f"estimated for {device.name} on fake tensors: nothing was run"]
     with ExitStack() as stack:
         _leave_compiled_code_as_written(stack)
+        _let_transformers_look_at_values(stack)
         before = Contents()
         for module in modules:
             for part in module.modules():
@@ -138,6 +140,8 @@ def dry_step(
         for module in modules:
             _replace(module, fakes)
         given = fakes.of_all(values)
+        for real, fake in fakes.pairs():
+            note_value(fake, real)
         for optimizer in optimizers:
             faked = with_fake_parameters(optimizer, fakes.of, on_cuda=device.is_cuda, note=notes.append)
             stack.enter_context(faked)
@@ -149,6 +153,14 @@ def dry_step(
 def _leave_compiled_code_as_written(stack: ExitStack) -> None:
     if "torch._dynamo" in sys.modules:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _let_transformers_look_at_values(stack: ExitStack) -> None:
+    """Transformers takes fake tensors for a sign that it is compiled, and then asks no mask whether it is needed."""
+    package: Any = sys.modules.get("transformers.utils.import_utils")
+    if hasattr(package, "is_fake_tensor"):
+        stack.callback(setattr, package, "is_fake_tensor", package.is_fake_tensor)
+        package.is_fake_tensor = lambda _: False
 
 
 def _replace(root: nn.Module, fakes: Fakes) -> None:

@@ -1,0 +1,72 @@
+"""A dry step answers by the whole numbers and masks that it is given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect
+from recollect._profile.dry.roofline import find_device
+from recollect._profile.dry.step import dry_step
+
+CPU = find_device("cpu")
+TOKENS = torch.tensor([[3, 1, 4, 0], [1, 5, 0, 0]])
+
+ASKED: dict[str, Callable[[Tensor], Any]] = {
+    "a condition": lambda x: bool((x > 0).all()),
+    "a number": lambda x: x.sum().item(),
+    "numbers": lambda x: x[0].tolist(),
+    "a size": lambda x: torch.zeros(int((x > 0).sum(-1).max())).shape,
+    "where a mask is true": lambda x: [part.shape for part in torch.where(x > 2)],
+    "a mask as index": lambda x: x[x > 0].shape,
+    "masked_select": lambda x: x.masked_select(x > 0).shape,
+    "equality": lambda x: torch.equal(x, x.clone()),
+    "unique": lambda x: x.unique().shape,
+    "bincount": lambda x: x.flatten().bincount().shape,
+    "numbers of its own": lambda x: torch.arange(5).add(x[0, 0]).max().item(),
+    "a view of a view": lambda x: x.t()[1:, 0].contiguous().tolist(),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_what_is_made_of_given_numbers_alone_is_known_and_needs_no_note(case: str) -> None:
+    expected = ASKED[case](TOKENS)
+    with dry_step([], TOKENS.clone(), device=CPU) as dry:
+        assert ASKED[case](dry.values) == expected
+        assert len(dry.notes) == 1
+
+
+def test_numbers_that_were_written_into_are_not_known_any_more() -> None:
+    with dry_step([], TOKENS.clone(), device=CPU) as dry:
+        view = dry.values[0]
+        dry.values.mul_(2)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            view.sum().item()
+
+
+def test_random_numbers_are_not_known() -> None:
+    with dry_step([], TOKENS.clone(), device=CPU) as dry:
+        drawn = torch.randint_like(dry.values, 10)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            drawn.sum().item()
+
+
+def test_the_given_numbers_stay_as_they_are() -> None:
+    given = TOKENS.clone()
+    with dry_step([], given, device=CPU) as dry:
+        dry.values.zero_()
+    assert torch.equal(given, TOKENS)
+
+
+@pytest.mark.parametrize("tokens", [24, 17])
+def test_a_mask_is_left_out_where_the_real_step_leaves_it_out(tokens: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+    ids, mask = torch.ones(2, 24, dtype=torch.long), torch.ones(2, 24, dtype=torch.long)
+    mask[1, tokens:] = 0
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask, "use_cache": False}
+    real, dry = (recollect.profile(model, kwargs=batch, dry=is_dry) for is_dry in (False, True))
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
