@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect import BudgetError, Plan, Profile
+from recollect import BudgetError, Choice, Decision, Plan, Profile
+from recollect._core.forecasts import PlannedRegion
 from tests.models import GPT, MoE, UNet, ViT
 
 pytest.importorskip("scipy")
@@ -212,6 +213,38 @@ def test_whole_modules_go_to_the_host_where_that_is_allowed_and_gradients_stay()
     assert all(are_equal(expected, one) for one in found)
 
 
+@pytest.mark.parametrize("way", ["rerun", "serve"])
+def test_regions_send_their_inputs_and_what_they_keep_to_disk_and_gradients_stay(way: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
+    regions = tuple(
+        PlannedRegion(path=f"layers.{at}", kind=type(layer).__name__, way=way, tier="disk", keeps="addmm")
+        for at, layer in enumerate(model.layers)
+    )
+    products = Choice(decision=Decision.SAVE, op="aten.addmm.default")
+    plan = Plan(regions=regions, choices=(products,) if way == "serve" else ())
+    assert f"{way} from disk" in str(plan)
+    expected = gradients(model, inputs)
+    with recollect.apply(model, Plan.from_json(plan.to_json())) as handle:
+        found = [gradients(model, inputs) for _ in range(3)]
+        assert "recompute, keep addmm, offload to disk" in str(handle)
+        block = 16 * 64 * 64 * 4  # bytes of a layer's input; products are larger
+        report = handle.report()  # what the link is too slow for, or is needed at once, stays
+        assert report.out_bytes + report.stayed_bytes >= len(regions) * block * (1 if way == "rerun" else 3)
+    assert all(are_equal(expected, one) for one in found)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_what_is_sent_beside_recomputation_makes_plans_quicker(share: float) -> None:
+    model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
+    seen = recollect.profile(model, *inputs, dry=True, device="H200")
+    floor = recollect.plan(seen, budget="min").peak_bytes
+    budget = int((floor + (seen.peak_bytes - floor) * share) * 1.04)
+    alone, joint = (recollect.plan(seen, budget=budget, tiers=tiers, link_bytes_per_s=None) for tiers in (None, "host"))
+    assert joint.step_s <= alone.step_s
+    assert joint.peak_bytes <= budget
+
+
 def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None:
     model, inputs = MODELS["GPT"]()
     seen = recollect.profile(model, *inputs)
@@ -227,7 +260,7 @@ def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None
 def test_other_tiers_and_speeds_are_refused() -> None:
     model, inputs = MODELS["GPT"]()
     seen = recollect.profile(model, *inputs)
-    with pytest.raises(ValueError, match="tiers='tape': expected 'host', or None to send nothing away"):
+    with pytest.raises(ValueError, match=r"tiers='tape': expected 'host', 'disk', \('host', 'disk'\), or None to send"):
         recollect.plan(seen, budget="min", tiers="tape")
     with pytest.raises(ValueError, match="the step runs in host memory already"):
         recollect.plan(seen, budget="min", tiers="host")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from torch import nn
 
 from recollect._apply.options import Choices
@@ -37,27 +40,36 @@ def choose_planned(
     names = by_name(targets)
     owned = _size_parameters(names[""].chain[-1] if "" in names else model)
     chosen: list[tuple[Target, Rule]] = []
-    away = make_offload()
+    shared = functools.cache(_make_away)  # one for all modules, which are parts of one step
     for region in plan.regions:
         target = names.get(region.path)
         why = _misfit(region, target, names, owned)
         if target is None or why:
             raise ValueError(_refuse(model, plan, why))
-        chosen.append((target, _make_rule(plan, region, away)))
+        chosen.append((target, _make_rule(plan, region, shared)))
     return chosen
 
 
-def _make_rule(plan: Plan, region: PlannedRegion, away: Offload) -> Rule:
-    if region.way == _OFFLOAD:
-        text = f"plan {plan.name}".rstrip()
-        return Rule(matches=lambda name, module: True, choices=None, text=text, what=describe_away(away), away=away)
+def _make_away(tier: str) -> Offload:
+    names = tuple(tier.split(", "))
+    return make_offload(names[0] if len(names) == 1 else names)
+
+
+def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offload]) -> Rule:
+    text = f"plan {plan.name}".rstrip()
+    is_sent = region.way == _OFFLOAD
+    away = shared(region.tier or "host") if region.tier or is_sent else None
+    words = [] if away is None else [describe_away(away)]
+    if is_sent:
+        return Rule(matches=lambda name, module: True, choices=None, text=text, what=words[0], away=away)
     policy = None if region.way == _RERUN else follow_plan(plan, region.path)
-    keeps = f", keep {region.keeps}" if region.keeps else ""
+    keeps = [f"keep {region.keeps}"] if region.keeps else []
     return Rule(
         matches=lambda name, module: True,
         choices=Choices(policy=policy),
-        text=f"plan {plan.name}".rstrip(),
-        what=f"recompute{keeps}",
+        text=text,
+        what=", ".join(["recompute", *keeps, *words]),
+        away=away,
     )
 
 

@@ -17,6 +17,8 @@ class PlannedRegion:
         plain_bytes: what it holds between forward and backward in the plain step.
         kept_bytes: what it holds under the plan.
         offloaded_bytes: what waits in other memory than the device's.
+        tier: where that is: ``"host"``, ``"disk"``, or ``"host, disk"`` for disk where the host is full; ``""`` if
+            nothing is sent. A region that runs again sends its inputs and all that it keeps.
         again_s: how long its recomputation takes.
         parameter_bytes: of its parameters, by which another model is told; 0 if nobody knows.
         keeps: what it keeps, in words.
@@ -28,6 +30,7 @@ class PlannedRegion:
     plain_bytes: int = 0
     kept_bytes: int = 0
     offloaded_bytes: int = 0
+    tier: str = ""
     again_s: float = 0.0
     parameter_bytes: int = 0
     keeps: str = ""

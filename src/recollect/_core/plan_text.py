@@ -84,7 +84,7 @@ def make_rows(regions: Sequence[PlannedRegion]) -> list[tuple[str, ...]]:
         (
             one.path,
             one.kind,
-            one.way,
+            describe_way(one),
             one.keeps or "nothing",
             format_bytes(one.kept_bytes),
             format_bytes(one.plain_bytes),
@@ -102,7 +102,9 @@ def fold_regions(regions: Sequence[PlannedRegion]) -> list[tuple[PlannedRegion, 
     [('layers.0-2', 24, 3)]
     """
     found = []
-    for _, group in itertools.groupby(regions, key=lambda one: (_frame(one.path), one.kind, one.way, one.keeps)):
+    for _, group in itertools.groupby(
+        regions, key=lambda one: (_frame(one.path), one.kind, describe_way(one), one.keeps)
+    ):
         same = list(group)
         whole = replace(
             same[0],
@@ -114,6 +116,15 @@ def fold_regions(regions: Sequence[PlannedRegion]) -> list[tuple[PlannedRegion, 
         )
         found.append((whole, len(same)))
     return found
+
+
+def describe_way(region: PlannedRegion) -> str:
+    """How its values come back, and from where, if they wait elsewhere.
+
+    >>> describe_way(PlannedRegion(path="layers.0", kind="Block", way="serve", tier="host"))
+    'serve from host'
+    """
+    return f"{region.way} from {region.tier}" if region.tier else region.way
 
 
 def _count(regions: Sequence[PlannedRegion]) -> str:

@@ -12,7 +12,7 @@ from recollect._core.documents import read_document, write_document
 from recollect._core.forecasts import Fingerprint, Forecast, PlannedRegion
 from recollect._core.levers import PlannedLever
 from recollect._core.patterns import compile_pattern
-from recollect._core.plan_text import describe_plan, plan_as_html
+from recollect._core.plan_text import describe_plan, describe_way, plan_as_html
 
 _VERSION = 3
 
@@ -232,7 +232,7 @@ class Plan:
 def _describe_region(region: PlannedRegion | None) -> str:
     if region is None:
         return "plain"
-    return f"{region.way}, keeps {region.keeps}" if region.keeps else region.way
+    return f"{describe_way(region)}, keeps {region.keeps}" if region.keeps else describe_way(region)
 
 
 def _describe_levers(levers: tuple[PlannedLever, ...]) -> str:

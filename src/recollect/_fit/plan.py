@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from recollect._core.errors import BudgetError
 from recollect._core.forecasts import CurvePoint, Forecast
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._fit.refusal import describe_call, explain_refusal
-from recollect._fit.work import Work, find_margin_share, find_speed, work_for
+from recollect._fit.work import Work, find_margin_share, find_speed, read_tiers, work_for
 from recollect._plan.budget import FASTEST, SMALLEST, Budget, parse_budget
 from recollect._plan.frontier import Point
 from recollect._plan.solvers.highs import import_scipy
@@ -22,7 +22,7 @@ def plan(
     profile: Profile,
     *,
     budget: int | str,
-    tiers: str | None = None,
+    tiers: str | Sequence[str] | None = None,
     link_bytes_per_s: float | None = None,
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
@@ -37,8 +37,9 @@ def plan(
         budget: the most that tensors may have of the device at any time of the whole step, parameters, gradients and
             optimizer state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
             share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step.
-        tiers: ``"host"`` allows to send what whole modules save to host memory, as far as the link carries it beside
-            the computation; by default everything stays or is recomputed.
+        tiers: where values may be sent, as far as the link carries them beside the computation: ``"host"`` memory,
+            ``"disk"``, or ``("host", "disk")`` for disk where the host is full. Whole modules send what they save;
+            regions that run again send their inputs and what they keep. By default everything stays.
         link_bytes_per_s: how fast that link is; by default measured, or for a device that is not here what PCIe of its
             time gives.
         name: what reports call the plan; by default the model and the budget.
@@ -83,7 +84,7 @@ def plan(
                 explain_refusal(work.problem, frontier.smallest, asked, margin), frontier.smallest.peak_bytes
             )
         point = found
-    return _write(work, point, asked, margin, name)
+    return _write(work, point, asked, margin, name, "" if tiers is None else read_tiers(tiers))
 
 
 def _find_device_bytes(profile: Profile) -> int | None:
@@ -92,7 +93,7 @@ def _find_device_bytes(profile: Profile) -> int | None:
     return profile.allocators[0].total_bytes if profile.allocators else None
 
 
-def _write(work: Work, point: Point, asked: Budget, margin: int, name: str) -> Plan:
+def _write(work: Work, point: Point, asked: Budget, margin: int, name: str, tier: str) -> Plan:  # noqa: PLR0917
     problem, frontier = work.problem, work.frontier()
     profile = problem.profile
     limit = point.peak_bytes if asked.bytes is None else asked.bytes - margin
@@ -102,7 +103,7 @@ def _write(work: Work, point: Point, asked: Budget, margin: int, name: str) -> P
     return Plan(
         name=name or f"{profile.name} within {asked.text}".strip(),
         choices=tuple(write_choices(problem, point.choice)),
-        regions=tuple(write_regions(problem, point.choice)),
+        regions=tuple(write_regions(problem, point.choice, tier)),
         forecast=Forecast(
             peak_bytes=point.peak_bytes,
             step_s=point.step_s,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from recollect._core.profiles import Clock, Profile
 from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import Bound
-from recollect._profile.links import measure_copies
+from recollect._profile.links import measure_copies, measure_disk
 
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
+_TIERS = ("host", "disk", "host, disk")
 _PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
 
@@ -46,32 +47,51 @@ def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
     return work
 
 
-def find_speed(tiers: str, profile: Profile, said: float | None) -> float:
-    """How fast values go to host memory and back; the slower way counts.
+def read_tiers(tiers: str | Sequence[str]) -> str:
+    """Where values may be sent, as plans write it.
 
     Raises:
-        ValueError: there is no such tier, or the speed is none.
+        ValueError: there is no such tier.
+
+    >>> read_tiers(("host", "disk"))
+    'host, disk'
     """
-    if tiers != "host":
-        message = f"tiers={tiers!r}: expected 'host', or None to send nothing away"
+    tier = tiers if isinstance(tiers, str) else ", ".join(map(str, tiers))
+    if tier not in _TIERS:
+        message = f"tiers={tiers!r}: expected 'host', 'disk', ('host', 'disk'), or None to send nothing away"
         raise ValueError(message)
-    if profile.clock is Clock.HOST:
-        message = f"tiers={tiers!r}: the step runs in host memory already, and sending values there frees nothing"
+    return tier
+
+
+def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None) -> float:
+    """How fast values go there and back; the slower way counts.
+
+    Raises:
+        ValueError: there is no such tier, values are there already, or the speed is none.
+    """
+    tier = read_tiers(tiers)
+    if tier != "disk" and profile.clock is Clock.HOST:
+        message = (
+            f"tiers={tiers!r}: the step runs in host memory already, and sending values there frees nothing.\n"
+            "Send them to disk (tiers='disk'), or nowhere"
+        )
         raise ValueError(message)
     if said is not None:
         if said <= 0:
             message = f"link_bytes_per_s={said!r}: expected a number above 0"
             raise ValueError(message)
         return said
-    known = profile.derived.get("link")
+    known = profile.derived.get(f"link to {tier}")
     if not isinstance(known, float):
-        known = profile.derived["link"] = _measure_link(profile)
+        known = profile.derived[f"link to {tier}"] = _measure_link(tier, profile)
     return known
 
 
-def _measure_link(profile: Profile) -> float:
+def _measure_link(tier: str, profile: Profile) -> float:
     import torch
 
+    if tier == "disk":
+        return min(link.bytes_per_s for link in measure_disk())
     if profile.is_dry or not torch.cuda.is_available():
         return _PCIE_BYTES_PER_S
     speeds = [link.bytes_per_s for link in measure_copies(torch.device("cuda")) if "pinned" in link.name]

@@ -7,23 +7,19 @@ no plan is worse than a standard policy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from recollect._plan.journeys import IN_FLIGHT_BYTES
-from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
+from recollect._plan.options import Option
 from recollect._plan.problem import Problem
-from recollect._plan.rehearse import Rehearsal, Way, find_sent, rehearse
+from recollect._plan.recipes import Recipe, list_recipes
+from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import Segment, find_chains
-from recollect._plan.solvers.chain import choose_options
-from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
 from recollect._plan.ways import can_replay
 
-_BUDGETS = 40
-_NARROWINGS = 12
-_FEWER_BUDGETS = 16
-_BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 2 * IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
-_SENT_SHARES = (0.34, 0.67, 1.0)
+_EXPECTED = 50  # candidates for each chain
+_REFINEMENTS, _FAR = 2, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +80,41 @@ def find_frontier(
         candidates: gives standard choices for a chain of segments, each with its name.
         progress: called with the number of candidates judged, and how many there will be at least.
     """
-    judged: list[Point] = []
-    seen: set[tuple[tuple[str, Option], ...]] = set()
+    search = _Search(problem, progress)
+    search.judge("plain", ())
     chains = find_chains(problem)
-    expected = 1 + len(chains) * (_BUDGETS + 1)
+    search.expected = len(chains) * _EXPECTED
+    plain = rehearse(problem, [])
+    for number, chain in enumerate(chains):
+        if number and not problem.casts and all(can_replay(problem, segment.runs[0]) for segment in chains[0]):
+            break  # whatever parts of blocks can be made to do, replay of the block does
+        for name, choice in candidates(chain) if candidates is not None else ():
+            search.judge(name, choice)
+        for recipe in list_recipes(problem, chain, plain):
+            search.solve((recipe, wanted) for wanted in recipe.budgets)
+    for _ in range(_REFINEMENTS):
+        search.solve(list(search.find_between()))
+    return Frontier(points=_without_worse(search.judged), candidates=tuple(search.judged))
 
-    def judge(name: str, choice: Iterable[tuple[Segment, Option]]) -> Point | None:
-        treated = tuple((segment, option) for segment, option in choice if option.way is not None)
+
+class _Search:
+    """The candidates that were judged so far, and how they were made."""
+
+    def __init__(self, problem: Problem, progress: Callable[[int, int], None] | None) -> None:
+        self.judged: list[Point] = []
+        self.expected = 0
+        self._problem, self._progress = problem, progress
+        self._seen: set[tuple[tuple[str, Option], ...]] = set()
+        self._recipes: dict[int, tuple[Recipe, int]] = {}  # by the id of a point: how it was made, for how many bytes
+
+    def judge(self, name: str, choice: Iterable[tuple[Segment, Option]]) -> Point | None:
+        """Judge a candidate; None if it is known."""
+        problem = self._problem
+        treated = tuple((segment, option) for segment, option in choice if option.acts)
         key = tuple((segment.path, option) for segment, option in treated)
-        if key in seen:
+        if key in self._seen:
             return None
-        seen.add(key)
+        self._seen.add(key)
         found = rehearse(problem, [pair for segment, option in treated for pair in option.treat(problem, segment)])
         point = Point(
             choice=treated,
@@ -103,21 +123,29 @@ def find_frontier(
             peak_call=found.peak_call,
             name=name,
         )
-        judged.append(point)
-        if progress is not None:
-            progress(len(judged), max(expected, len(judged)))
+        self.judged.append(point)
+        if self._progress is not None:
+            self._progress(len(self.judged), max(self.expected, len(self.judged)))
         return point
 
-    judge("plain", ())
-    plain = rehearse(problem, [])
-    for number, chain in enumerate(chains):
-        if number and not problem.casts and all(can_replay(problem, segment.runs[0]) for segment in chains[0]):
-            break  # whatever parts of blocks can be made to do, replay of the block does
-        for name, choice in candidates(chain) if candidates is not None else ():
-            judge(name, choice)
-        for choice in _solve(problem, chain, plain):
-            judge("planned", choice)
-    return Frontier(points=_without_worse(judged), candidates=tuple(judged))
+    def solve(self, wishes: Iterable[tuple[Recipe, int]]) -> None:
+        """Judge what recipes give for so many bytes."""
+        for recipe, wanted in wishes:
+            point = self.judge("planned", recipe.choose(wanted))
+            if point is not None:
+                self._recipes[id(point)] = (recipe, wanted)
+
+    def find_between(self) -> Iterator[tuple[Recipe, int]]:
+        """What to try where two neighbours of the frontier are far apart: what made the two, for the bytes between."""
+        points = _without_worse(self.judged)
+        far = (points[0].peak_bytes - points[-1].peak_bytes) / _FAR
+        for high, low in itertools.pairwise(points):
+            if high.peak_bytes - low.peak_bytes > far:
+                middle = (high.peak_bytes + low.peak_bytes) // 2
+                for end in (high, low):
+                    if id(end) in self._recipes:
+                        recipe, wanted = self._recipes[id(end)]
+                        yield recipe, wanted + middle - end.peak_bytes
 
 
 def _without_worse(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -126,69 +154,3 @@ def _without_worse(points: Sequence[Point]) -> tuple[Point, ...]:
         if not found or point.peak_bytes < found[-1].peak_bytes:
             found.append(point)
     return tuple(found)
-
-
-def _solve(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> Iterable[list[tuple[Segment, Option]]]:
-    """Choices along a chain for budgets from the smallest that can be reached to the plain step's peak."""
-    options = weigh_chain(problem, chain, plain)
-    last = chain[-1]
-    start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
-    rest = max(plain.bytes_at[last.runs[-1].stop : start], default=0)
-    high, low = plain.peak_bytes, 0
-    for _ in range(_NARROWINGS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if choose_options(options, rest, middle) is not None else (middle, high)
-    for sent in (frozenset[int](), *_choose_sent(problem, chain)):
-        away = {at: weigh(problem, chain[at], Option(way=Way.OFFLOAD), plain) for at in sent}
-        mixed = [[away[at]] if at in away else own for at, own in enumerate(options)]
-        steps = _FEWER_BUDGETS if sent else _BUDGETS
-        lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
-        for number in range(steps + 1):
-            chosen = choose_options(mixed, rest, lowest + (plain.peak_bytes - lowest) * number // steps)
-            if chosen is not None:
-                yield [(segment, weighed.option) for segment, weighed in zip(chain, chosen, strict=True)]
-
-
-def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[frozenset[int]]:
-    """Which segments to send away: as many as the link carries beside forward, evenly spread, the first ones first."""
-    speed = problem.link_bytes_per_s
-    if not speed:
-        return
-    known: set[frozenset[int]] = set()
-    for limit in _BACKLOGS_BYTES:
-        backlog, sent = 0.0, list[int]()
-        for at, segment in enumerate(chain[:-1]):
-            size = sum(problem.sizes[storage] for storage in find_sent(problem, segment.runs))
-            if size and (not backlog or backlog + size <= limit):
-                sent.append(at)
-                backlog += size
-            passed = sum(problem.seconds[segment.runs[0].first : segment.runs[-1].stop])
-            backlog = max(0.0, backlog - passed * speed)
-        for share in _SENT_SHARES:
-            some = frozenset(sent[: max(1, round(len(sent) * share))])
-            if some and some not in known:
-                known.add(some)
-                yield some
-
-
-def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:
-    """The options of each segment that are worth looking at; those of one type are found once."""
-    by_type: dict[int, tuple[Segment, list[Weighed]]] = {}
-    for segment in chain:
-        if segment.type not in by_type:
-            found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
-            by_type[segment.type] = (segment, without_worse(found))
-    return [
-        [move(one, problem, plain, by_type[segment.type][0], segment) for one in by_type[segment.type][1]]
-        for segment in chain
-    ]
-
-
-def find_options(problem: Problem, segment: Segment) -> list[Option]:
-    """What can be done with a segment: nothing, running it again, and keeping some of it."""
-    run = segment.runs[0]
-    found = [PLAIN, Option(way=Way.RERUN)]
-    if can_replay(problem, run):
-        found += find_keep_sets(problem, run)
-    found += find_served_sets(problem, run)
-    return list(dict.fromkeys(found))

@@ -17,16 +17,36 @@ class Option:
     Attributes:
         way: how values come back; None leaves the module as it is.
         kept: what is kept, by place: the call's number within the run, and which of its storages.
+        is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere.
+        parts: what becomes of the modules inside, by their paths from here, where these are the regions.
     """
 
     way: Way | None = None
     kept: frozenset[tuple[int, int]] = frozenset()
+    is_away: bool = False
+    parts: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes anything."""
+        return self.way is not None or bool(self.parts)
 
     def treat(self, problem: Problem, segment: Segment) -> list[tuple[Run, Treatment]]:
         """What that means for the runs of a segment."""
+        if self.parts:
+            return [
+                (run, treatment)
+                for name, option in self.parts
+                for run in problem.runs_of(f"{segment.path}.{name}")
+                for treatment in option.treat_run(problem, run)
+            ]
+        return [(run, treatment) for run in segment.runs for treatment in self.treat_run(problem, run)]
+
+    def treat_run(self, problem: Problem, run: Run) -> list[Treatment]:
+        """What that means for one run of a module that is itself the region; empty if it is left alone."""
         if self.way is None:
             return []
-        return [(run, Treatment(way=self.way, kept=self.storages(problem, run))) for run in segment.runs]
+        return [Treatment(way=self.way, kept=self.storages(problem, run), is_away=self.is_away)]
 
     def storages(self, problem: Problem, run: Run) -> frozenset[int]:
         """The storages that it keeps of a run."""
@@ -63,7 +83,7 @@ class Weighed:
 
 def weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal) -> Weighed:
     """Weigh an option for a segment, beside all else as it is in the plain step."""
-    seen = plain if option.way is None else rehearse(problem, option.treat(problem, segment))
+    seen = rehearse(problem, option.treat(problem, segment)) if option.acts else plain
     start, end = backward_of(problem, segment)
     turn = problem.forward_count - 1
     from_step = seen.places[start - 1] + 1

@@ -145,12 +145,17 @@ class Problem:
 
     def is_sent(self, storage: int, runs: Sequence[Run]) -> bool:
         """Whether a storage leaves the device if what these runs save is sent away."""
-        one, (_, end) = self.profile.storages[storage], self.spans[storage]
-        if one.lifetime is not Lifetime.VALUE or end is None or self.sizes[storage] < LEAST_BYTES:
-            return False
         savers = self.saved_by[storage]
-        is_held = end > max(self.released.get(by, 0) for by in savers) or storage not in self.last_use
-        return not is_held and all(any(run.first <= by < run.stop for run in runs) for by in savers)
+        return self.can_leave(storage) and all(any(run.first <= by < run.stop for run in runs) for by in savers)
+
+    def can_leave(self, storage: int) -> bool:
+        """Whether a storage is large enough to be sent away, and nobody holds it but those who save it."""
+        one, (start, end) = self.profile.storages[storage], self.spans[storage]
+        if one.lifetime is not Lifetime.VALUE or start < 0 or end is None or self.sizes[storage] < LEAST_BYTES:
+            return False
+        savers = self.saved_by.get(storage, ())
+        let_go = max((self.released.get(by, 0) for by in savers), default=self.forward_count)
+        return end <= let_go and storage in self.last_use
 
     def sites(self, run: Run) -> Iterator[tuple[int, int, Site]]:
         """The values that a region of this run would ask a policy about: call, storage and site, region-relative."""

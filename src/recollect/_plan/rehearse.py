@@ -11,7 +11,8 @@ from __future__ import annotations
 import bisect
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from recollect._plan.journeys import Journey, find_absences
@@ -55,10 +56,12 @@ class Treatment:
     Attributes:
         way: how its values come back.
         kept: the storages that are kept, of those made in it.
+        is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere; not for replay.
     """
 
     way: Way
     kept: frozenset[int] = frozenset()
+    is_away: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,30 +205,61 @@ class _Stage:
     def _send_away(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> float:
         """What goes elsewhere and comes back; gives how long the step waits for that."""
         problem, speed = self._problem, self._problem.link_bytes_per_s
-        runs = [run for run, treatment in self._chosen if treatment.way is Way.OFFLOAD]
-        if not runs or not speed:
+        trips = [*self._send_modules(ends), *self._send_regions(ends)] if speed else []
+        if not trips or not speed:
             return 0.0
-        sent = find_sent(problem, runs)
         clock = list(itertools.accumulate((problem.seconds[call] for call in self._steps), initial=0.0))
         journeys = [
-            Journey(
-                bytes=problem.sizes[storage],
-                made_s=clock[self._at[max(problem.saved_by[storage])] + 1],
-                used_s=clock[self._before[asked]],
-            )
-            for storage, asked in sent.items()
+            Journey(bytes=problem.sizes[trip.storage], made_s=clock[trip.made], used_s=clock[trip.asked])
+            for trip in trips
         ]
         absences, waits_s = find_absences(journeys, speed)
-        for storage, absence in zip(sent, absences, strict=True):
+        for trip, absence in zip(trips, absences, strict=True):
+            gone = max(bisect.bisect_left(clock, absence.gone_s), trip.free)
+            back = bisect.bisect_right(clock, absence.back_s) - 1
+            if gone < back < trip.stop:
+                ends[trip.storage] = gone
+                copies.append((back, trip.stop, problem.sizes[trip.storage]))
+        return waits_s
+
+    def _send_modules(self, ends: dict[int, int]) -> Iterator[_Trip]:
+        """What goes of modules that send all that they save."""
+        problem = self._problem
+        runs = [run for run, treatment in self._chosen if treatment.way is Way.OFFLOAD]
+        for storage, asked in find_sent(problem, runs).items():
             end = problem.spans[storage][1]
             assert end is not None
-            gone = max(bisect.bisect_left(clock, absence.gone_s), self._at[problem.last_use[storage]] + 1)
-            gone = max(gone, ends.get(storage, 0))
-            back, stop = bisect.bisect_right(clock, absence.back_s) - 1, self._before[end]
-            if gone < back < stop:
-                ends[storage] = gone
-                copies.append((back, stop, problem.sizes[storage]))
-        return waits_s
+            yield _Trip(
+                storage=storage,
+                made=self._at[max(problem.saved_by[storage])] + 1,
+                free=max(self._at[problem.last_use[storage]] + 1, ends.get(storage, 0)),
+                asked=self._before[asked],
+                stop=self._before[end],
+            )
+
+    def _send_regions(self, ends: dict[int, int]) -> Iterator[_Trip]:
+        """What goes of regions that send what they hold: inputs at their start, kept results at their end."""
+        problem = self._problem
+        first = {index: step for step, index in sorted(self._owners.items(), reverse=True)}
+        holders = Counter(
+            storage
+            for run, treatment in self._chosen
+            if treatment.way is not Way.OFFLOAD
+            for storage in _read_outside(problem, run)
+        )
+        for index, asked in first.items():
+            run, treatment = self._chosen[index]
+            for storage in find_held(problem, run, treatment) if treatment.is_away else ():
+                if holders[storage] > 1:
+                    continue
+                end = problem.spans[storage][1] or 0
+                yield _Trip(
+                    storage=storage,
+                    made=self._at[run.stop - 1] + 1 if storage in run.makes else self._at[run.first],
+                    free=self._at[problem.last_use[storage]] + 1,
+                    asked=asked,
+                    stop=ends.get(storage, self._before[end]),
+                )
 
     def _time(self) -> float:
         problem, again = self._problem, [self._steps[step] for step in self._owners]
@@ -296,6 +330,27 @@ class _Stage:
             return
         known = ends.get(storage)
         ends[storage] = max(step, self._before[max(end or 0, start)] if known is None else known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trip:
+    """A storage that is sent away, by steps: when it can go, from when nobody needs it here, when it must be back."""
+
+    storage: int
+    made: int
+    free: int
+    asked: int
+    stop: int
+
+
+def find_held(problem: Problem, run: Run, treatment: Treatment) -> list[int]:
+    """What a region that runs again holds until then and nobody else does: inputs, and results that it is served."""
+    served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
+    return [
+        storage
+        for storage in (*_read_outside(problem, run), *served)
+        if problem.can_leave(storage) and all(run.first <= by < run.stop for by in problem.saved_by.get(storage, ()))
+    ]
 
 
 def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:

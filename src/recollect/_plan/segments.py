@@ -57,6 +57,16 @@ def find_chains(problem: Problem) -> list[list[Segment]]:
     return [chain for chain in chains.values() if chain]
 
 
+def find_parts(problem: Problem, segment: Segment) -> list[Segment]:
+    """The outermost modules inside of a segment that can be regions themselves, in the order of forward."""
+    modules = {module.path: module for module in problem.profile.modules}
+    inside = [path for path in problem.paths if path.startswith(f"{segment.path}.")]
+    able = [path for path in inside if _is_able(problem, path, modules)]
+    types: dict[object, int] = {}
+    parts = [_make_segment(problem, path, modules, types) for path in _outermost(able)]
+    return sorted(parts, key=lambda part: part.runs[0].first)
+
+
 def _is_able(problem: Problem, path: str, modules: dict[str, ModuleEntry]) -> bool:
     """Whether a module can be a region, and would forget something as one."""
     entry = modules.get(path)

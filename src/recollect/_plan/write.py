@@ -14,7 +14,7 @@ from recollect._core.plans import Choice
 from recollect._core.profiles import Profile
 from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Treatment, Way, find_recomputed, find_sent
+from recollect._plan.rehearse import Treatment, Way, find_held, find_recomputed, find_sent
 from recollect._plan.segments import Segment
 
 _MOST_WORDS = 4
@@ -43,8 +43,10 @@ def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
                 )
 
 
-def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> Iterator[PlannedRegion]:
-    """The modules that become regions."""
+def write_regions(
+    problem: Problem, choice: Iterable[tuple[Segment, Option]], tier: str = ""
+) -> Iterator[PlannedRegion]:
+    """The modules that become regions; `tier` is where values are sent, if some are."""
     owned: Counter[str] = Counter()
     for storage in problem.profile.storages:
         if storage.category is Category.PARAMETER and storage.name:
@@ -53,14 +55,16 @@ def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
         assert option.way is not None
         plain = kept = 0
         again_s = 0.0
-        sent = find_sent(problem, segment.runs) if option.way is Way.OFFLOAD else ()
+        sent = set(find_sent(problem, segment.runs) if option.way is Way.OFFLOAD else ())
         for run, treatment in option.treat(problem, segment):
             mine = [storage for storage in run.needs if problem.is_evictable(storage, run)]
             plain += sum(problem.sizes[storage] for storage in mine)
             again = find_recomputed(problem, run, treatment)
             again_s += sum(problem.seconds[call] for _, calls in again for call in calls)
             used = _find_used(problem, treatment, again) | run.needs
-            kept += sum(problem.sizes[storage] for storage in treatment.kept & used)
+            if option.is_away:
+                sent.update(find_held(problem, run, treatment))
+            kept += sum(problem.sizes[storage] for storage in (treatment.kept & used) - sent)
         yield PlannedRegion(
             path=segment.path,
             kind=segment.kind,
@@ -68,9 +72,10 @@ def write_regions(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
             plain_bytes=plain,
             kept_bytes=kept,
             offloaded_bytes=sum(problem.sizes[storage] for storage in sent),
+            tier=tier if sent else "",
             again_s=again_s,
             parameter_bytes=sum(size for name, size in owned.items() if name.startswith(f"{segment.path}.")),
-            keeps="all, elsewhere" if sent else _describe_kept(problem, segment.runs[0], option),
+            keeps="all" if option.way is Way.OFFLOAD else _describe_kept(problem, segment.runs[0], option),
         )
 
 

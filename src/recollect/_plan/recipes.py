@@ -1,0 +1,165 @@
+"""How candidates are made: the options of each segment of a chain, and which of them for so many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from recollect._plan.journeys import IN_FLIGHT_BYTES
+from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
+from recollect._plan.problem import Problem, Run
+from recollect._plan.rehearse import Rehearsal, Treatment, Way, find_held, find_sent
+from recollect._plan.segments import Segment, find_parts
+from recollect._plan.solvers.chain import choose_options
+from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
+from recollect._plan.ways import can_replay
+
+_BUDGETS = 40
+_NARROWINGS = 12
+_FEWER_BUDGETS = 16
+_MOST_PRICES = 16
+_MORE = 1 + 1e-6  # what has just this price is taken
+_BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
+_SENT_SHARES = (0.34, 0.67, 1.0)
+_MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recipe:
+    """How choices along a chain are found for any number of bytes.
+
+    Attributes:
+        chain: its segments.
+        options: of each.
+        rest_bytes: the most after the last segment's forward and before its backward.
+        budgets: the numbers of bytes to begin with.
+        parts: the segments inside of these, by their paths.
+    """
+
+    chain: Sequence[Segment]
+    options: Sequence[Sequence[Weighed]]
+    rest_bytes: int
+    budgets: tuple[int, ...]
+    parts: dict[str, Segment]
+
+    def choose(self, budget_bytes: int) -> list[tuple[Segment, Option]]:
+        """The quickest choice for so many bytes, as far as can be told before it is judged; nothing if none fits."""
+        chosen = choose_options(self.options, self.rest_bytes, budget_bytes)
+        return [
+            pair
+            for segment, one in zip(self.chain, chosen or (), strict=False)
+            for pair in _take_apart(self.parts, segment, one.option)
+        ]
+
+
+def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> Iterator[Recipe]:
+    """For budgets from the smallest that can be reached to the plain peak: with whole modules sent, and without."""
+    options = weigh_chain(problem, chain, plain)
+    has_parts = any(weighed.option.parts for own in options for weighed in own)
+    parts = {part.path: part for segment in chain if has_parts for part in find_parts(problem, segment)}
+    last = chain[-1]
+    start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
+    rest = max(plain.bytes_at[last.runs[-1].stop : start], default=0)
+    high, low = plain.peak_bytes, 0
+    for _ in range(_NARROWINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if choose_options(options, rest, middle) is not None else (middle, high)
+    for sent in (frozenset[int](), *_choose_sent(problem, chain)):
+        away = {at: weigh(problem, chain[at], Option(way=Way.OFFLOAD), plain) for at in sent}
+        mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
+        steps = _FEWER_BUDGETS if sent else _BUDGETS
+        lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
+        budgets = (lowest + (plain.peak_bytes - lowest) * number // steps for number in range(steps + 1))
+        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=tuple(budgets), parts=parts)
+
+
+def _take_apart(parts: dict[str, Segment], segment: Segment, option: Option) -> list[tuple[Segment, Option]]:
+    """An option for the modules inside of a segment as options for these."""
+    if not option.parts:
+        return [(segment, option)]
+    return [(parts[f"{segment.path}.{name}"], own) for name, own in option.parts]
+
+
+def _keep_here(options: Sequence[Weighed]) -> list[Weighed]:
+    """Those that send nothing: where whole modules go, the link is full."""
+    return [weighed for weighed in options if not weighed.option.is_away]
+
+
+def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[frozenset[int]]:
+    """Which segments to send away: as many as the link carries beside forward, evenly spread, the first ones first."""
+    speed = problem.link_bytes_per_s
+    if not speed:
+        return
+    known: set[frozenset[int]] = set()
+    for limit in _BACKLOGS_BYTES:
+        backlog, sent = 0.0, list[int]()
+        for at, segment in enumerate(chain[:-1]):
+            size = sum(problem.sizes[storage] for storage in find_sent(problem, segment.runs))
+            if size and (not backlog or backlog + size <= limit):
+                sent.append(at)
+                backlog += size
+            passed = sum(problem.seconds[segment.runs[0].first : segment.runs[-1].stop])
+            backlog = max(0.0, backlog - passed * speed)
+        for share in _SENT_SHARES:
+            some = frozenset(sent[: max(1, round(len(sent) * share))])
+            if some and some not in known:
+                known.add(some)
+                yield some
+
+
+def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:
+    """The options of each segment that are worth looking at; those of one type are found once."""
+    by_type: dict[int, tuple[Segment, list[Weighed]]] = {}
+    for segment in chain:
+        if segment.type not in by_type:
+            found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
+            if problem.casts or not can_replay(problem, segment.runs[0]):
+                found += [weigh(problem, segment, one, plain) for one in _combine_parts(problem, segment, plain)]
+            by_type[segment.type] = (segment, without_worse(found))
+    return [
+        [move(one, problem, plain, by_type[segment.type][0], segment) for one in by_type[segment.type][1]]
+        for segment in chain
+    ]
+
+
+def _combine_parts(problem: Problem, segment: Segment, plain: Rehearsal) -> Iterator[Option]:
+    """Options for the modules inside of a segment, each the best if a byte that is freed is worth so much time."""
+    known: dict[int, list[Weighed]] = {}
+    parts = find_parts(problem, segment)
+    for part in parts:
+        if part.type not in known:
+            known[part.type] = [weigh(problem, part, option, plain) for option in find_options(problem, part)]
+    prices = sorted(
+        weighed.again_s / weighed.freed_bytes for own in known.values() for weighed in own if weighed.freed_bytes > 0
+    )
+    for price in prices[:: max(1, len(prices) // _MOST_PRICES)]:
+        best = (
+            (part, min(known[part.type], key=lambda one: one.again_s - price * one.freed_bytes * _MORE))
+            for part in parts
+        )
+        names = [(part.path.removeprefix(f"{segment.path}."), one.option) for part, one in best if one.option.acts]
+        if names:
+            yield Option(parts=tuple(names))
+
+
+def find_options(problem: Problem, segment: Segment) -> list[Option]:
+    """What can be done with a segment: nothing, running it again, and keeping some of it."""
+    run = segment.runs[0]
+    found = [PLAIN, Option(way=Way.RERUN)]
+    if can_replay(problem, run):
+        found += find_keep_sets(problem, run)
+    served = list(find_served_sets(problem, run))
+    found += served
+    if problem.link_bytes_per_s:
+        found += _send_held(problem, run, [Option(way=Way.RERUN), *served])
+    return list(dict.fromkeys(found))
+
+
+def _send_held(problem: Problem, run: Run, served: Iterable[Option]) -> Iterator[Option]:
+    """Options that run again and send what they hold until then, as far as the link carries it beside the run."""
+    most = _MOST_LINK_TIME * sum(problem.seconds[run.first : run.stop]) * (problem.link_bytes_per_s or 0.0)
+    for option in served:
+        way = Way.SERVE if option.kept else Way.RERUN
+        held = find_held(problem, run, Treatment(way=way, kept=option.storages(problem, run)))
+        if 0 < sum(problem.sizes[storage] for storage in held) <= most:
+            yield replace(option, way=way, is_away=True)
