@@ -35,6 +35,17 @@ def test_a_copy_that_was_no_copy_when_it_was_learned() -> None:
     assert_same_steps(fn, [(square(is_transposed=i % 2 == 1), square()) for i in range(4)])
 
 
+def test_a_cast_of_a_parameter_that_is_none() -> None:
+    # As in the norms of Gemma: the first that is seen of the parameter is that it is its own cast.
+    weight = torch.randn(4, requires_grad=True)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return (x.sin() * (1.0 + weight.float()) @ w).tanh()
+
+    way = assert_same_steps(fn, [(square(), square()) for _ in range(4)])
+    assert way.startswith("recomputed by replaying")
+
+
 def test_a_write_that_was_not_there_when_it_was_learned() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         y = x.sin()

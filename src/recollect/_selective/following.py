@@ -23,7 +23,7 @@ from recollect._core.torch_private.ambient import FunctionMode, any_autocast_ena
 from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
 from recollect._selective.kept_call import States, read_states, sources_of
-from recollect._selective.program import HELD, Bound, Call, Inner, Link, Listed, Program, Unfixed, View, fixed
+from recollect._selective.program import HELD, NOWHERE, Bound, Call, Inner, Link, Listed, Program, Unfixed, View, fixed
 from recollect._selective.recording import TensorClasses, hold, results_of
 
 if TYPE_CHECKING:
@@ -236,8 +236,12 @@ class Following(FunctionMode):
     def _check_identity(self, index: int, call: Call, result: Any) -> None:
         """A result that was one of the arguments (of `contiguous`, `to`, a dropout of nothing) must be so again."""
         for number, tensor in zip(call.outs, results_of(result) or (), strict=True):
-            known = self._refs[number] if number >= 0 else None
-            if number >= 0 and self.program.makers[number] != index and (known is None or known() is not tensor):
+            if number < 0 or self.program.makers[number] == index:
+                continue
+            known = self._refs[number]
+            if known is None and self.program.makers[number] == NOWHERE:  # a parameter, seen here for the first time
+                self._bind_outside(number, tensor)
+            elif known is None or known() is not tensor:
                 self.why_broken = _OTHER_WAYS
 
     def _bind_views(self, call: Call, result: Any) -> None:
