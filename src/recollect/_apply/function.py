@@ -15,6 +15,7 @@ from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
 from recollect._core.scope import override
 from recollect._core.units import count_noun
+from recollect._offload.offload import Offload, TierLike
 from recollect._policy.base import PolicyLike
 from recollect._recompute.match import Check
 
@@ -31,6 +32,8 @@ def checkpoint(
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
     check: Check = ...,
+    offload_inputs: bool = ...,
+    offload_to: TierLike | Offload | None = ...,
 ) -> Callable[P, T]: ...
 
 
@@ -43,6 +46,8 @@ def checkpoint(
     preserve_rng: bool | Iterable[str] = ...,
     early_stop: bool = ...,
     check: Check = ...,
+    offload_inputs: bool = ...,
+    offload_to: TierLike | Offload | None = ...,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 
 
@@ -54,6 +59,8 @@ def checkpoint(
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,
     check: Check = "metadata",
+    offload_inputs: bool = False,
+    offload_to: TierLike | Offload | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
     """Make a function forget its activations in forward and recompute them in backward.
@@ -76,6 +83,10 @@ def checkpoint(
         early_stop: stop recomputation as soon as everything that backward needs is there.
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.
+        offload_inputs: keep the function's arguments elsewhere between forward and backward, as `recollect.offload`
+            does; so is what a policy keeps. Not in compiled code, where arguments are values of the graph.
+        offload_to: where to: ``"host"`` (what None means), ``"disk"``, another tier, or a `recollect.offload`. Values
+            that a policy decides to offload go there, too.
         unknown: there are no other options; those of torch are refused with what to write instead.
 
     Raises:
@@ -121,13 +132,27 @@ def checkpoint(
         refuse_unknown("recollect.checkpoint", unknown, (*OPTIONS, "name"), otherwise)
     if fn is None:
         return functools.partial(
-            checkpoint, policy=policy, name=name, preserve_rng=preserve_rng, early_stop=early_stop, check=check
+            checkpoint,
+            policy=policy,
+            name=name,
+            preserve_rng=preserve_rng,
+            early_stop=early_stop,
+            check=check,
+            offload_inputs=offload_inputs,
+            offload_to=offload_to,
         )
     if not callable(fn):
         message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
         message += "call it as recollect.checkpoint(fn)(*args)"
         raise TypeError(message)
-    choices = parse_choices(policy=policy, preserve_rng=preserve_rng, early_stop=early_stop, check=check)
+    choices = parse_choices(
+        policy=policy,
+        preserve_rng=preserve_rng,
+        early_stop=early_stop,
+        check=check,
+        offload_inputs=offload_inputs,
+        offload_to=offload_to,
+    )
     name = name or name_of(fn)
     call, checked = choices.region(name, fn).call, choices.policy
     tally, caches = choices.tally, cache_classes()

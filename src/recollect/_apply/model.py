@@ -269,7 +269,7 @@ def apply(
         handle._put(stand_in)  # noqa: SLF001
     for entry in _find_sent(chosen):
         handle._put(entry)  # noqa: SLF001
-    handle._away = list({id(rule.away): rule.away for _, rule in chosen if rule.away is not None}.values())  # noqa: SLF001
+    handle._away = _find_away(chosen)  # noqa: SLF001
     _put_switches(handle, model, [target.module for target in _regions_in(chosen)])
     if isinstance(rules, Plan) and (told := rules.forecast) is not None:
         found = (told.peak_bytes, told.plain_peak_bytes, told.step_s, told.plain_step_s)
@@ -519,6 +519,17 @@ def _find_sent(chosen: Chosen) -> list[SentForward]:
         elif not rule.acts and _is_in(target, sent) and not _is_in(target, regions):
             entries.append(SentForward(target.module, target.name, Staying()))
     return entries
+
+
+def _find_away(chosen: Chosen) -> list[Offload]:
+    """What the rules send values with, each once."""
+    away = [rule.away for _, rule in chosen if rule.away is not None]
+    away += [
+        rule.choices.elsewhere.offload()
+        for _, rule in chosen
+        if rule.choices is not None and rule.choices.elsewhere is not None
+    ]
+    return list({one.hooks: one for one in away}.values())
 
 
 def _is_in(target: Target, others: dict[str, Target]) -> bool:

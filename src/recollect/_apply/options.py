@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import distributed
 
+from recollect._apply.elsewhere import Elsewhere, Sending, parse_elsewhere
 from recollect._core.patterns import nearest, quote_all
 from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active
+from recollect._offload.offload import Offload, TierLike
 from recollect._policy.base import Policy, PolicyLike, as_policy
 from recollect._policy.presets import ReadyMade, Tally, selective
 from recollect._policy.rules import save_nothing
@@ -31,12 +33,24 @@ class Choices:
 
     options: Options = _DEFAULTS
     policy: Policy | None = None
+    elsewhere: Elsewhere | None = None
 
     def region(self, name: str, fn: Callable[..., Any]) -> Region:
         """A function as a region of that name."""
+        if self.elsewhere is not None:
+            return self._sending_region(name, fn, self.elsewhere)
         if self.policy is None:
             return DefaultRegion(name, fn, self.options)
         return SelectiveRegion(name, fn, self.options, self.policy)
+
+    def _sending_region(self, name: str, fn: Callable[..., Any], elsewhere: Elsewhere) -> Region:
+        region: SendingRegion | SendingSelectiveRegion
+        if self.policy is None:
+            region = SendingRegion(name, fn, self.options)
+        else:
+            region = SendingSelectiveRegion(name, fn, self.options, self.policy)
+        region.elsewhere = elsewhere
+        return region
 
     @property
     def tally(self) -> Tally | None:
@@ -64,6 +78,8 @@ def parse_choices(
     preserve_rng: bool | Iterable[str] = True,
     early_stop: bool = True,
     check: Check = "metadata",
+    offload_inputs: bool = False,
+    offload_to: TierLike | Offload | None = None,
 ) -> Choices:
     """Check what a caller chose.
 
@@ -78,7 +94,11 @@ def parse_choices(
         options = _DEFAULTS
     else:
         options = Options(preserve=parse_preserve(preserve_rng), early_stop=early_stop, matcher=Matcher.parse(check))
-    return Choices(options=options, policy=_parse_policy(policy))
+    parsed = _parse_policy(policy)
+    if not offload_inputs and offload_to is None:
+        return Choices(options=options, policy=parsed)
+    elsewhere = parse_elsewhere(offload_inputs=offload_inputs, offload_to=offload_to, has_policy=parsed is not None)
+    return Choices(options=options, policy=parsed, elsewhere=elsewhere)
 
 
 def _parse_policy(policy: PolicyLike | str | None) -> Policy | None:
@@ -92,7 +112,7 @@ def _parse_policy(policy: PolicyLike | str | None) -> Policy | None:
     return as_policy(policy)
 
 
-OPTIONS = ("policy", "preserve_rng", "early_stop", "check")
+OPTIONS = ("policy", "preserve_rng", "early_stop", "check", "offload_inputs", "offload_to")
 
 
 def parse_mapping(options: Mapping[str, Any]) -> Choices:
@@ -174,6 +194,18 @@ class DefaultRegion(Region):
         except AttributeError:
             shared = self._shared = SelectiveRegion(self.name, self.fn, self.options, save_nothing)
         return shared.run(args, kwargs)
+
+
+class SendingRegion(Sending, DefaultRegion):
+    """A region without a policy that holds its arguments elsewhere."""
+
+    __slots__ = ("elsewhere",)
+
+
+class SendingSelectiveRegion(Sending, SelectiveRegion):
+    """A region with a policy that holds its arguments elsewhere, or what the policy offloads on a tier of choice."""
+
+    __slots__ = ("elsewhere",)
 
 
 def has_peers() -> bool:

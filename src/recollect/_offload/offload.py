@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -150,10 +152,32 @@ def offload_everything() -> Offload:
     return Offload(session)
 
 
-def offload_decided() -> Offload:
-    """One for all policies of this thread that decide to offload single values: to the host, as `offload()` does."""
+def offload_decided(tier: TierLike | None = None) -> Offload:
+    """One for all regions of this thread: for what their policies offload, and for their arguments if those go away.
+
+    Args:
+        tier: as of `offload`. None for where the region that runs sends what its policy offloads; else to the host.
+    """
+    if tier is None:
+        chosen = _decided.get()
+        if chosen is not None:
+            return chosen
+        tier = "host"
     here = offload_decided.__code__
-    return Offload(_session_at(here, 0, _read_options("host", None, _MIN_BYTES, None, _IN_FLIGHT, True, None)))  # noqa: FBT003
+    return Offload(_session_at(here, 0, _read_options(tier, None, _MIN_BYTES, None, _IN_FLIGHT, True, None)))  # noqa: FBT003
+
+
+@contextmanager
+def deciding_for(away: Offload) -> Iterator[None]:
+    """A context in which what policies offload goes there."""
+    token = _decided.set(away)
+    try:
+        yield
+    finally:
+        _decided.reset(token)
+
+
+_decided: ContextVar[Offload | None] = ContextVar("recollect_decided", default=None)
 
 
 def _session_at(code: CodeType, instruction: int, options: _Options) -> Session:
@@ -201,18 +225,7 @@ def _read_options(  # noqa: PLR0917
     wait: bool,  # noqa: FBT001
     compress: str | None,
 ) -> _Options:
-    tiers = (tier,) if isinstance(tier, (str, Tier)) else tuple(tier) if isinstance(tier, (tuple, list)) else None
-    if not tiers or not all(
-        one in ("host", "disk") if isinstance(one, str) else isinstance(one, Tier) for one in tiers
-    ):
-        message = (
-            f"tier={tier!r}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the methods "
-            "write, read, free and close"
-        )
-        raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
-    if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004
-        message = f"tier={tier!r}: a chain is of two tiers, 'host' and what is behind it, as ('host', 'disk')"
-        raise ValueError(message)
+    tiers = check_tier(tier, "tier")
     if directory is not None and "disk" not in tiers:
         message = f"directory={os.fspath(directory)!r} is of the disk tier, and tier={tier!r}. Pass tier='disk'"
         raise ValueError(message)
@@ -223,6 +236,28 @@ def _read_options(  # noqa: PLR0917
     most = None if limit is None else parse_bytes(limit)
     folder = None if directory is None else str(Path(directory).resolve())
     return tiers, folder, parse_bytes(min_bytes), most, max(parse_bytes(in_flight), 1), wait, compress
+
+
+def check_tier(tier: TierLike, option: str) -> tuple[str | Tier, ...]:
+    """The tiers that a caller named.
+
+    Raises:
+        ValueError: there is no such tier, or it cannot stand where it does.
+        TypeError: it is none.
+    """
+    tiers = (tier,) if isinstance(tier, (str, Tier)) else tuple(tier) if isinstance(tier, (tuple, list)) else None
+    if not tiers or not all(
+        one in ("host", "disk") if isinstance(one, str) else isinstance(one, Tier) for one in tiers
+    ):
+        message = (
+            f"{option}={tier!r}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the methods "
+            "write, read, free and close"
+        )
+        raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
+    if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004
+        message = f"{option}={tier!r}: a chain is of two tiers, 'host' and what is behind it, as ('host', 'disk')"
+        raise ValueError(message)
+    return tiers
 
 
 def make_session(  # noqa: PLR0917

@@ -1,0 +1,80 @@
+"""Regions whose holdings live elsewhere: their arguments, and what their policy offloads, wait on a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recollect._core.torch_private.functorch import transforms_active
+from recollect._offload.offload import Offload, TierLike, check_tier, deciding_for, offload_decided
+from recollect._recompute.region import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Where regions send what they hold between forward and backward.
+
+    Attributes:
+        to: a tier, for which all regions of a thread share one offload, or an offload of the caller's own.
+        takes_inputs: whether arguments go there; if not, only what a policy offloads does.
+    """
+
+    to: TierLike | Offload
+    takes_inputs: bool
+
+    def offload(self) -> Offload:
+        """What does it, on this thread."""
+        return self.to if isinstance(self.to, Offload) else offload_decided(self.to)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """A context for the call of one region; inside that its own hooks are in force, so only what it holds goes."""
+        away = self.offload()
+        with deciding_for(away):
+            if self.takes_inputs and torch.is_grad_enabled() and not transforms_active():
+                with away:
+                    yield
+            else:
+                yield
+
+
+def parse_elsewhere(
+    *, offload_inputs: bool, offload_to: TierLike | Offload | None, has_policy: bool
+) -> Elsewhere | None:
+    """Check what a caller chose; None if nothing goes elsewhere, except to the host what a policy offloads.
+
+    Raises:
+        ValueError: an option has a value it cannot have, or would do nothing.
+        TypeError: the tier is none.
+    """
+    if not isinstance(offload_inputs, bool):
+        message = f"offload_inputs={offload_inputs!r}: expected True or False. To say where to, pass offload_to="
+        raise ValueError(message)  # noqa: TRY004 (as for every other option)
+    if offload_to is None:
+        return Elsewhere(to="host", takes_inputs=True) if offload_inputs else None
+    if not isinstance(offload_to, Offload):
+        check_tier(offload_to, "offload_to")
+    if not offload_inputs and not has_policy:
+        message = (
+            f"offload_to={offload_to!r} does nothing: the region offloads nothing. Pass offload_inputs=True, or a "
+            "policy that decides to offload"
+        )
+        raise ValueError(message)
+    return Elsewhere(to=offload_to, takes_inputs=offload_inputs)
+
+
+class Sending(Region):
+    """Put before a region's class: the region's holdings go elsewhere."""
+
+    __slots__ = ()
+
+    elsewhere: Elsewhere
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function as a region."""
+        with self.elsewhere.in_force():
+            return super().run(args, kwargs)
