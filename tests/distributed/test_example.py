@@ -1,5 +1,6 @@
 """The example of a parallel training loop runs under torchrun, and trains the same under any budget."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.launch import Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,3 +35,19 @@ def test_the_example_trains_the_same_within_a_budget(options: list[str]) -> None
     found = losses(*options, "--budget", "min")
     assert len(found) == 2
     assert found == losses(*options, "--budget", "1TiB")
+
+
+def fit_sharded(budget: str) -> list[float]:
+    spec = importlib.util.spec_from_file_location("fit_sharded", ROOT / "examples" / "fit_sharded.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    options = ["--layers", "2", "--dim", "16", "--length", "32", "--steps", "2", "--budget", budget]
+    found: list[float] = example.train(example.parse(options), "cpu")
+    return found
+
+
+def test_the_example_of_a_sharded_fit_trains_the_same_within_a_budget(ranks: Ranks) -> None:
+    pytest.importorskip("scipy")
+    assert ranks.run(fit_sharded, "90%") == ranks.run(fit_sharded, "1TiB")

@@ -13,7 +13,7 @@ from recollect._apply.targets import Target, by_name
 from recollect._core.forecasts import PlannedRegion
 from recollect._core.patterns import nearest_paths, plain_path, quote_all
 from recollect._core.plans import Plan
-from recollect._core.sharded import local_bytes
+from recollect._core.sharded import is_sharded
 from recollect._offload.offload import Offload, make_offload
 from recollect._policy.by_plan import follow_plan
 
@@ -74,8 +74,14 @@ def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offloa
 
 
 def _size_parameters(model: nn.Module) -> dict[str, int]:
-    """The bytes of parameters, by path, as a profile finds them: shared ones once, of sharded ones what is here."""
-    return {plain_path(path): local_bytes(parameter) for path, parameter in model.named_parameters()}
+    """The bytes of parameters, by path, shared ones once: where a profile finds them, too.
+
+    Nothing where they are spread over processes, each of which may have another part.
+    """
+    parameters = {plain_path(path): parameter for path, parameter in model.named_parameters()}
+    if any(map(is_sharded, parameters.values())):
+        return {}
+    return {path: parameter.numel() * parameter.element_size() for path, parameter in parameters.items()}
 
 
 def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Target], owned: dict[str, int]) -> str:

@@ -18,6 +18,8 @@ Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch h
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class RecollectError(Exception):
     """The root of the tree: catch it to catch everything this library raises of its own."""
@@ -65,3 +67,6 @@ class BudgetError(RecollectError, ValueError):
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, int]]:
+        return type(self), (str(self), self.smallest_bytes)

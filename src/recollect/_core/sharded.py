@@ -21,17 +21,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return found is not None and isinstance(tensor, found.DTensor)
 
 
-def local_bytes(tensor: Tensor) -> int:
-    """How many bytes of a tensor this process has.
-
-    >>> import torch
-    >>> local_bytes(torch.ones(3))
-    12
-    """
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return local.numel() * local.element_size()
-
-
 def is_gathered(module: nn.Module) -> bool:
     """Whether a kind of FSDP gathers the parameters of just this module before it runs, and frees them after."""
     found = sys.modules.get("torch.distributed.fsdp")

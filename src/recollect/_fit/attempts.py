@@ -20,6 +20,7 @@ from recollect._fit.batches import Call
 from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
 from recollect._fit.plan import plan as make_plan
+from recollect._fit.ranks import Ranks
 from recollect._fit.run import Runner
 from recollect._fit.steps import Steps
 from recollect._plan.budget import SMALLEST
@@ -42,6 +43,7 @@ class Subject:
         optimizer: whose state and step are counted.
         tiers: as of `recollect.plan`.
         progress: called now and then.
+        ranks: the processes that train together.
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class Subject:
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
     tiers: str | None
     progress: Progress | None
+    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +80,18 @@ class Attempt:
     weight: float = 1.0
 
     def plan(self, budget: int | str) -> Plan:
-        """The best plan within a budget.
+        """The best plan within a budget, the same on all processes with this model.
 
         Raises:
             BudgetError: there is none.
         """
+        return self.subject.ranks.decide(lambda: self._plan(budget))
+
+    def keep(self, plan: Plan) -> Plan:
+        """The same plan, while other processes may ask for another."""
+        return self.subject.ranks.decide(lambda: plan)
+
+    def _plan(self, budget: int | str) -> Plan:
         made = make_plan(self.profile, budget=budget, tiers=self.subject.tiers, progress=self.subject.progress)
         if not self.levers:
             return made
@@ -155,7 +165,8 @@ def _list_attempts(first: Attempt, inputs: Inputs, asked: Asked) -> Iterator[Att
     yield first
     subject = first.subject
     chosen: tuple[PlannedLever, ...] = ()
-    for lever in plan_levers(subject.model, first.plain, inputs, asked).values():
+    ranks = subject.ranks
+    for lever in ranks.decide(lambda: plan_levers(subject.model, first.plain, inputs, asked)).values():
         chosen = (*chosen, lever)
         with apply(subject.model, Plan(levers=chosen)):
             seen = first.run.profile_plainly()
@@ -170,7 +181,7 @@ def _list_micro_batches(base: Attempt, said: int | None) -> Iterator[Attempt]:
     examples = count_examples(subject.batch)
     counts = [parts for parts in range(2, examples + 1) if examples % parts == 0] if said is None else [said]
     for parts in counts:
-        weight = find_weight(subject.model, subject.batch, subject.loss, parts)
+        weight = _find_weight(subject, parts)
         steps = Steps(subject.model, subject.loss, parts=parts, weight=weight)
         part = split_batch(subject.batch, parts)[0]
         call = Call(function=lambda one, steps=steps: steps.run_part(one), args=(part,))
@@ -179,3 +190,9 @@ def _list_micro_batches(base: Attempt, said: int | None) -> Iterator[Attempt]:
             seen = run.profile_plainly()
         lever = PlannedLever(name=MICRO_BATCHES, parts=parts)
         yield replace(base, run=run, profile=seen, levers=(*base.levers, lever), parts=parts, weight=weight)
+
+
+def _find_weight(subject: Subject, parts: int) -> float:
+    weight = subject.ranks.together(lambda: find_weight(subject.model, subject.batch, subject.loss, parts))
+    subject.ranks.check_same("weight of micro-batches", str(weight))
+    return weight

@@ -20,6 +20,7 @@ from recollect._fit.batches import read_batch, read_step
 from recollect._fit.fitted import Fitted
 from recollect._fit.levers import read_levers
 from recollect._fit.loaders import list_batches
+from recollect._fit.ranks import Ranks
 from recollect._fit.shapes import Bucket, PlanSwitch, Seen
 from recollect._fit.verify import compare_gradients
 from recollect._plan.budget import FASTEST, SMALLEST
@@ -102,6 +103,14 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     if len(batches) > 1 and MICRO_BATCHES in asked:
         message = f"lever {MICRO_BATCHES!r} is for one batch, and there are {len(batches)}: pass the largest"
         raise ValueError(message)
+    ranks = Ranks(model)
+    ranks.check_same("budget", str(budget))
+    if recover and not ranks.are_alone:
+        message = "recover=True is for one process: if memory runs out on one of several, the others wait for it"
+        raise ValueError(message)
+    if asked and not ranks.are_alike:
+        message = f"levers={set(asked)}: the processes have different models, as stages of a pipeline do; fit without"
+        raise ValueError(message)
     corrected: list[_Corrected] = []
     for one in batches:
         if corrected:
@@ -115,6 +124,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
             optimizer=optimizer,
             tiers=tiers,
             progress=progress,
+            ranks=ranks,
         )
         attempt, plan = choose_attempt(subject, asked, budget)
         corrected.append(_correct(attempt, plan, budget))
@@ -146,23 +156,31 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
         BudgetError: it does not.
     """
     assert plan.forecast is not None
-    limit = plan.forecast.budget_bytes
+    limit, ranks = plan.forecast.budget_bytes, attempt.subject.ranks
     wanted: int | str = budget
     seen = Seen()
     compare_gradients(attempt)
     for tries in range(1, _MOST_TRIES + 1):
+        ranks.check_same("plan", plan.digest)
         applied = apply(attempt.subject.model, plan)
         try:
             with seen.watching(attempt.subject.model):
-                measured, seconds = attempt.run.measure()
+                mine, seconds = attempt.run.measure()
+            measured = ranks.largest(mine)
+            fits = limit is None or (measured is not None and measured <= limit)
+            is_done = ranks.all(fits)
         except BaseException:
             applied.remove()
             raise
-        if limit is None or (measured is not None and measured <= limit):
+        if is_done:
             whole_s = None if seconds is None else attempt.whole_s(seconds)
             done = _write_measured(plan, measured, whole_s, budget, limit)
             return _Corrected(attempt=attempt, plan=done, tries=tries, applied=applied, seen=seen)
         applied.remove()
+        if fits:  # other stages of a pipeline do not, and ask for plans
+            plan = attempt.keep(plan)
+            continue
+        assert limit is not None
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
         _log.info("recollect.fit: measured %s of %s, planning for %s", measured, limit, wanted)
