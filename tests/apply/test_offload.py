@@ -52,10 +52,10 @@ def test_gradients_are_those_of_the_plain_model(gpt: tuple[nn.Module, Tensor], r
     plain = gradients(model, ids)
     away = to_disk(tmp_path)
     with recollect.apply(model, rules(away)) as handle:
-        for _ in range(4):
+        for step in range(4):
             ours = gradients(model, ids)
             assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
-        assert handle.report().out_bytes > 0
+            assert step > 0 or handle.report().out_bytes > 0  # later what cannot be back in time stays
     assert "forward" not in vars(model.layers[0])  # type: ignore[index]
     assert away._session.transfers.slow.used_bytes == 0  # type: ignore[union-attr]
 

@@ -4,7 +4,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import recollect
 from recollect._offload.kinds import stretch_of
 from recollect._offload.parcels import Handle, Stayed
 from recollect._offload.session import Session
+from recollect._offload.streams import Copy
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import CountingClock, late_session
 
@@ -384,6 +385,53 @@ def test_inputs_of_regions_leave_beside_a_region(monkeypatch: pytest.MonkeyPatch
                 y = recollect.checkpoint(layer)(y)
         y.sum().backward()
     assert waits >= 3
+
+
+def test_what_one_region_gives_and_the_next_one_takes_travels_once() -> None:
+    session, lanes = late_session()
+
+    def keep_last(site: recollect.Site) -> recollect.Decision:
+        return recollect.Decision.OFFLOAD if site.op.startswith("aten.exp") else recollect.Decision.RECOMPUTE
+
+    def step(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Tensor:
+        x = torch.ones(64, requires_grad=True)
+        with session:
+            y = then(first(x))
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    first, then = recollect.checkpoint(lambda x: x.sin().exp(), policy=keep_last), recollect.checkpoint(torch.cos)
+    ours = step(first, then)
+    kinds = session._step.kinds  # type: ignore[union-attr]
+    assert len(kinds) == 1
+    assert lanes.outs <= 1
+    assert torch.equal(ours, step(lambda x: x.sin().exp(), torch.cos))
+
+
+def test_no_more_is_on_its_way_back_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, lanes = late_session(in_flight=3 * 64)
+    most, flying = 0, 0
+    back, hold = lanes.copy_back, lanes.hold
+
+    def copy_back(copies: Sequence[Copy]) -> None:
+        nonlocal most, flying
+        flying += len(copies)
+        most = max(most, flying)
+        back(copies)
+
+    def arrive(stream: Any, mark: Any) -> None:
+        nonlocal flying
+        flying -= mark in lanes._back
+        hold(stream, mark)
+
+    monkeypatch.setattr(lanes, "copy_back", copy_back)
+    monkeypatch.setattr(lanes, "hold", arrive)
+    for _ in range(5):
+        with session:
+            y = chain(torch.randn(16, requires_grad=True), 10)
+        y.sum().backward()
+    assert 1 <= most <= 4  # three, and the one that is asked for
 
 
 def test_two_sessions_share_a_pool() -> None:
