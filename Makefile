@@ -76,7 +76,8 @@ demo: setup
 	$(BIN)/recollect demo --html build/demo.html
 
 bench: setup
-	$(BIN)/python benchmarks/overhead.py --device cpu
+	mkdir -p build
+	$(BIN)/recollect bench --quick --device cpu --results build/bench.json
 
 clean:
 	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

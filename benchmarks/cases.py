@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from alternate import Step, Timing, alternate
 from peers import OURS
 from rich.console import Console
 from rich.table import Table
+
+from recollect._bench.alternate import Step, Timing, alternate
 
 Row = dict[str, str | float | int | None]
 

@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from alternate import Step, Timing
 from cases import Case, Choice, Row, Setting, main
 from compiled_models import real_case
 from compiling import gradients_after, largest_difference, own_code, peak_bytes, say, timed, warm_up
@@ -38,6 +37,8 @@ from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from training import COMPUTE, SMALL, Model
 from ways_to_compile import BUDGETS, Candidate, candidates
+
+from recollect._bench.alternate import Step, Timing
 
 EAGER = "plain, not compiled"
 SPREAD_RUNS = 4

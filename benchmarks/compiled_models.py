@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from alternate import Step, Timing
 from cases import Case, Row, Setting
 from compiling import gradients_after, largest_difference, own_code, peak_bytes, say, timed, warm_up
 from peers import OURS
@@ -25,6 +24,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import recollect
+from recollect._bench.alternate import Step, Timing
 
 SWITCH = "Transformers' switch"
 PLAIN = "plain"

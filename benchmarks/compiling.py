@@ -6,8 +6,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from alternate import Step
 from torch import Tensor, nn
+
+from recollect._bench.alternate import Step
 
 
 def own_code(function: Any) -> Any:

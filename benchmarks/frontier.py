@@ -22,23 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from profiles import build, make_step
+from profiles import make_step
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from zoo import CASES, GPT, Case, Llama, MoE, ResNet, UNet, ViT, _images, _tokens
 
 import recollect
 from recollect import BudgetError, Profile
 from recollect._apply.blocks import find_blocks
+from recollect._bench.cases import Case, list_cases
 
 GIB = 2**30
-SMALL: dict[str, Case] = {
-    "GPT": Case(build=lambda: GPT(64, 6, 4, 128, vocab=512, dropout=0.0), inputs=_tokens(512, 4, 128)),
-    "Llama": Case(build=lambda: Llama(64, 6, 4, 2, 176, 128, vocab=512), inputs=_tokens(512, 4, 128)),
-    "ViT": Case(build=lambda: ViT(64, 6, 4), inputs=_images(2, 224)),
-    "ResNet": Case(build=lambda: ResNet((2, 2, 2, 2)), inputs=_images(4, 96)),
-    "U-Net": Case(build=lambda: UNet(32), inputs=lambda: (torch.randn(2, 3, 64, 64), torch.randn(2, 3, 64, 64))),
-    "MoE": Case(build=lambda: MoE(64, 4, 4, 128, 4, vocab=512), inputs=_tokens(512, 4, 128)),
-}
+CASES, SMALL = list_cases("cuda", "large"), list_cases("cpu", "small")
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -60,7 +53,7 @@ class Bench:
         if device == "cuda":
             torch.cuda.empty_cache()
         torch.manual_seed(0)
-        self.model, self.inputs, self.optimizer = build(case, device)
+        self.model, self.inputs, self.optimizer = case.make(device)
         self.step: Step = functools.partial(make_step(case), self.model, self.optimizer, *self.inputs)
         for _ in range(3):
             self.step()

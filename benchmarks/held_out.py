@@ -1,6 +1,6 @@
 """Models that no rule of the profiler was fitted on: Transformers' own classes from small configs, and an LSTM.
 
-Each as `zoo.Case`, whose model takes its inputs and gives its loss; launch-bound ones are marked by their names' end.
+Each as a `Case`, whose model takes its inputs and gives its loss; launch-bound ones are marked by their names' end.
 Sizes are for a large device; `small=True` for smoke tests on a CPU.
 """
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from zoo import Case
+
+from recollect._bench.cases import Case
 
 
 class WithLoss(nn.Module):

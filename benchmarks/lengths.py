@@ -7,7 +7,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from alternate import Step, alternate
 from cases import Case, Setting
 from packaged import (
     OURS,
@@ -21,6 +20,8 @@ from packaged import (
     largest_difference,
     prepare,
 )
+
+from recollect._bench.alternate import Step, alternate
 
 
 def backward(model: Any, size: Size, length: int, device: torch.device) -> None:

@@ -16,7 +16,6 @@ The disk tier against ``dd`` with direct I/O and the same block size, on any mac
 
 import argparse
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,16 +24,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from alternate import alternate
 from llama_like import LlamaLike
 from offload_disk import measure_disk
 from offload_host import MOST_US, measure_host
 from peers import plain as call_plain
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from training import COMPUTE, SMALL, Model, each_block, train
 
 import recollect
+from recollect._bench.alternate import alternate
+from recollect._bench.rivals import StashingOffloader
 from recollect._offload.disk import CHUNK_BYTES
 from recollect._offload.offload import Offload
 from recollect._offload.streams import DeviceClock
@@ -42,45 +42,6 @@ from recollect._profile.links import measure_copies
 
 GIB = 2**30
 Context = Callable[[], AbstractContextManager[Any]]
-
-
-class StashingOffloader(saved_tensors_hooks):
-    """In the style of TRL's and torchtune's, from their description.
-
-    Out on a stream of its own, into pinned memory allocated for each tensor; the last few stay until their copies are
-    done. Back on the same stream, when backward asks.
-    """
-
-    def __init__(self, min_bytes: int = 1024, stash: int = 5) -> None:
-        self._stream = torch.cuda.Stream()
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._stash, self._min = stash, min_bytes
-        super().__init__(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        is_parameter = isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
-        if tensor.numel() * tensor.itemsize < self._min or is_parameter or not tensor.is_cuda:
-            return tensor
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            there.copy_(tensor, non_blocking=True)
-        self._leaving.append((tensor, self._stream.record_event()))
-        while len(self._leaving) > self._stash:
-            _, done = self._leaving.popleft()
-            torch.cuda.current_stream().wait_event(done)
-        return there, tensor.device
-
-    def _unpack(self, packed: Any) -> Tensor:
-        self._leaving.clear()
-        if isinstance(packed, Tensor):
-            return packed
-        there, device = packed
-        with torch.cuda.stream(self._stream):
-            here = there.to(device, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        here.record_stream(torch.cuda.current_stream())
-        return here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from alternate import Step, Timing
 from cases import Case, Choice, Row, Setting, main
 from lengths import length_case
 from llama_like import Layers, one_by_one
@@ -26,6 +25,8 @@ from peers import TORCH, Call, Engine, engines, missing, plain
 from real_models import small_cases
 from torch import Tensor, nn
 from training import COMPUTE, LAUNCH, PLAIN, SMALL, Model, each_block, gradient_differences, live_bytes, measure
+
+from recollect._bench.alternate import Step, Timing
 
 # A whole step of a model, on an accelerator.
 

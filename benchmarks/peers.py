@@ -12,20 +12,14 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 import recollect
+from recollect._bench.rivals import Call, call_reentrant, call_remat, call_torch, find_remat
 
-try:
-    import torch_remat  # type: ignore[import-untyped]
-except ImportError:
-    torch_remat = None
-
+torch_remat = find_remat()
 OURS = "recollect"
 TORCH = "torch"
 BARE = "bare hooks"
 REMAT = "torch_remat"
 REMAT_BARE = "torch_remat, no RNG or checks"
-
-Call = Callable[..., Any]
-"""`call(function, *args, **kwargs)` runs the function as one region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,40 +55,6 @@ def torch_keeping(contexts: Callable[[], Any]) -> Call:
 
     def call(function: Call, *args: Any, **kwargs: Any) -> Any:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return call
-
-
-def _torch(function: Call, *args: Any, **kwargs: Any) -> Any:
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
-def _torch_reentrant(function: Call, *args: Any) -> Any:
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True)
-
-
-class _RandomState:
-    """torch_remat leaves random state to its user; this keeps what the other engines keep, CPU and device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def snapshot(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
-
-    def restore(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._device)
-
-
-def _remat(device: torch.device) -> Call:
-    hooks = (_RandomState(device),)
-
-    def call(function: Call, *args: Any, **kwargs: Any) -> Any:
-        wrap = torch_remat.checkpoint(determinism_check="default", recompute_state_hooks=hooks)
-        return wrap(function)(*args, **kwargs)
 
     return call
 
@@ -144,12 +104,12 @@ def engines(device: torch.device) -> list[Engine]:
     found = [
         Engine(name=OURS, call=_ours),
         Engine(name=BARE, call=_bare_hooks, nests=False, preserves_rng=False),
-        Engine(name=TORCH, call=_torch),
-        Engine(name="torch reentrant", call=_torch_reentrant, takes_keywords=False),
+        Engine(name=TORCH, call=call_torch),
+        Engine(name="torch reentrant", call=call_reentrant, takes_keywords=False),
     ]
     if torch_remat is not None:
         found += [
-            Engine(name=REMAT, call=_remat(device), nests=False),
+            Engine(name=REMAT, call=call_remat(torch_remat, device), nests=False),
             Engine(name=REMAT_BARE, call=_remat_bare, nests=False, preserves_rng=False),
         ]
     return found

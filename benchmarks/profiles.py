@@ -25,27 +25,15 @@ from typing import Any
 
 import held_out
 import torch
-import zoo
 from torch import Tensor, nn
-from zoo import Case, llama_8b
 
 import recollect
 from recollect import Profile
+from recollect._bench.cases import Case, list_cases, llama_8b
 from recollect._core.calls import Phase
 from recollect._profile.memory import LiveBytes
 
 GIB = 2**30
-
-
-def build(case: Case, device: str) -> tuple[nn.Module, tuple[Tensor, ...], torch.optim.Optimizer]:
-    with torch.device(device):
-        model = case.build()
-        inputs = case.inputs()
-    model.to(case.dtype)
-    if case.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inputs = tuple(i.to(memory_format=torch.channels_last) if i.dim() == 4 else i for i in inputs)
-    return model, inputs, case.optimizer(model.parameters(), **case.options)
 
 
 def make_step(case: Case, device: str = "cuda") -> Callable[..., None]:
@@ -63,7 +51,7 @@ def make_step(case: Case, device: str = "cuda") -> Callable[..., None]:
 
 
 def estimate(case: Case, device: str) -> tuple[Profile, float]:
-    model, inputs, optimizer = build(case, "meta")
+    model, inputs, optimizer = case.make("meta")
     started = time.perf_counter()
     profile = recollect.profile(make_step(case, device), model, optimizer, *inputs, dry=True, device=device)
     return profile, time.perf_counter() - started
@@ -73,7 +61,7 @@ def measure(case: Case, device: str) -> tuple[dict[str, Any], Profile]:
     """Plain steps and a profile on the device."""
     gc.collect()
     on_cuda = device == "cuda"
-    model, inputs, optimizer = build(case, device)
+    model, inputs, optimizer = case.make(device)
     step = make_step(case, device)
 
     def wait() -> None:
@@ -211,7 +199,11 @@ def main() -> None:
     parser.add_argument("--device", default="H200", help="what to estimate for where there is no CUDA")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
-    cases = held_out.SMALL if options.small else {**held_out.CASES, **{f"our {k}": v for k, v in zoo.CASES.items()}}
+    cases = (
+        held_out.SMALL
+        if options.small
+        else {**held_out.CASES, **{f"our {k}": v for k, v in list_cases("cuda", "large").items()}}
+    )
     runs = not options.dry_only and (options.small or torch.cuda.is_available())
     device = "cpu" if options.small else "cuda" if runs else options.device
     rows: dict[str, dict[str, Any]] = {}

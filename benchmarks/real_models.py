@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from alternate import Step
 from cases import Case, Choice, Setting, main
 from packaged import (
     BY_HAND,
@@ -45,6 +44,8 @@ from packaged import (
     ways_of,
 )
 from torch import Tensor
+
+from recollect._bench.alternate import Step
 
 UNCOMPILED = (PLAIN, OURS, SWITCH, OURS_SELECTIVE, SAC)
 

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from alternate import Timing
 from annotated import NamedBlock, RematBlock
 from cases import Case, Choice, Row, Setting, main
 from llama_like import Layers, LlamaLike, one_by_one
@@ -44,6 +43,7 @@ from training import (
 
 import recollect
 from recollect import policies
+from recollect._bench.alternate import Timing
 
 FULL = f"{OURS} full"
 BY_REGIONS = f"{OURS} by regions"

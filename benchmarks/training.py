@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from alternate import Step, Timing
 from cases import Setting
 from llama_like import Layers, LlamaLike, one_by_one
 from peers import Call
 from torch import Tensor, nn
 
+from recollect._bench.alternate import Step, Timing
 from recollect._profile.memory import LiveBytes
 
 PLAIN = "plain"

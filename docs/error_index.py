@@ -33,6 +33,7 @@ TOPICS = {
     "integrations": "Integrations",
     "_core": "Everywhere",
     "_cli": "The command line",
+    "_bench": "The command line",
 }
 
 # What usually leads there, and what helps, where a text itself says no more than what is wrong.

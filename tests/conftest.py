@@ -26,6 +26,7 @@ SLOW = (
     "tests/apply/test_orders.py",
     "tests/apply/test_round_trips.py",
     "tests/apply/test_trainers.py",
+    "tests/bench/test_cell.py",
     "tests/cli/",
     "tests/compat/test_higher_order.py",
     "tests/compat/test_selective.py",

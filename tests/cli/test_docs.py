@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 
 ROOT = Path(__file__).parents[2]
 SHOWN = re.findall(r"^\$ recollect (.*)$", (ROOT / "docs" / "cli.md").read_text("utf-8"), re.MULTILINE)
-LONG = ("doctor", "demo")  # and searches, which test_plan.py tries on a smaller model
+LONG = ("doctor", "demo", "bench")  # and searches, which test_plan.py tries on a smaller model
 
 
 @pytest.fixture
@@ -35,4 +35,4 @@ def test_a_command_of_the_page_works(invoke: Invoke, command: str) -> None:
 
 
 def test_the_page_shows_every_command() -> None:
-    assert {line.split()[0] for line in SHOWN} >= {"profile", "report", "plan", "fit", "doctor"}
+    assert {line.split()[0] for line in SHOWN} >= {"profile", "report", "plan", "fit", "bench", "doctor"}

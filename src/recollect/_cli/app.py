@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from recollect._cli.bench import bench
 from recollect._cli.demo import demo
 from recollect._cli.doctor import doctor
 from recollect._cli.endings import end_quietly
@@ -21,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (profile, report, plan, fit, doctor, demo):
+for _command in (profile, report, plan, fit, bench, doctor, demo):
     app.command()(end_quietly(_command))
 
 

@@ -277,10 +277,9 @@ def test_nothing_of_a_dry_step_stays_alive() -> None:
 
 LLAMA = """
 import sys, resource
-sys.path.insert(0, "benchmarks")
 import torch
 from torch import nn
-from zoo import llama_8b
+from recollect._bench.cases import llama_8b
 from recollect._profile.dry.step import dry_step
 from recollect._profile.memory import LiveBytes
 from recollect._profile.dry.roofline import find_device

@@ -8,9 +8,22 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 _SHOWN = 3
+
+
+def allow_compilations(count: int) -> AbstractContextManager[Any]:
+    """Let Dynamo compile a function this often before it leaves it to Python, for as long as a block runs.
+
+    Private: ``torch._dynamo.config.recompile_limit``; ``torch.compile`` would have to take it as an option.
+    """
+    from torch._dynamo import config
+
+    patched: AbstractContextManager[Any] = config.patch(recompile_limit=count)
+    return patched
 
 
 def recompilations() -> list[str]:

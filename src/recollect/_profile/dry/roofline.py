@@ -7,7 +7,7 @@ An operator takes its launch and the longer of two times::
 Reached of the peak are 0.65 in matrix products, 0.4 in convolutions, and 0.9 in attention, whose operations are counted
 as if nothing were masked; of the bandwidth 0.55, and 0.05 where indices say where to write. Bytes moved are what is
 read and written, each tensor once. Views take no time. With these fractions the steps of the six models of
-benchmarks/zoo.py take 0.72 to 1.13 of what they took on an H200 with torch 2.11. Peaks are the makers', of dense
+`recollect bench` take 0.72 to 1.13 of what they took on an H200 with torch 2.11. Peaks are the makers', of dense
 tensors.
 """
 

@@ -1,4 +1,4 @@
-"""The measuring loop of all benchmarks: the candidates take turns in one process, so that noise hits all alike."""
+"""The measuring loop of all benchmarks: the candidates take turns in one process, so that noise hits everyone."""
 
 import gc
 import statistics
@@ -20,10 +20,12 @@ class Timing:
 
     @property
     def median_s(self) -> float:
+        """The middle one of the rounds."""
         return statistics.median(self.rounds_s)
 
     @property
     def best_s(self) -> float:
+        """The quickest of the rounds."""
         return min(self.rounds_s)
 
     def plus(self, other: "Timing") -> "Timing":
@@ -48,11 +50,13 @@ def alternate(
     rounds: int,
     repeats: int,
     of_round: Callable[[Sequence[float]], float] = statistics.median,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time each step `repeats` times in a row, after one untimed run, and go round all steps `rounds` times.
 
-    `of_round` makes one time of a round's repeats. Every second round goes backwards, so that nobody always follows the
-    same neighbour. The garbage collector runs between turns and not within them, as `timeit` does it.
+    `of_round` makes one time of a round's repeats, `clock` tells the time in seconds. Every second round goes
+    backwards, so that nobody always follows the same neighbour. The garbage collector runs between turns and not within
+    them, as `timeit` does it.
     """
     on_accelerator = device.type != "cpu"
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -71,7 +75,7 @@ def alternate(
                 if on_accelerator:
                     torch.accelerator.synchronize(device)
                     torch.accelerator.reset_peak_memory_stats(device)
-                times[name].append(of_round(_timed(steps[name], device, repeats)))
+                times[name].append(of_round(_timed(steps[name], device, repeats, clock)))
             finally:
                 gc.enable()
             if on_accelerator:
@@ -80,12 +84,12 @@ def alternate(
     return {name: Timing(rounds_s=tuple(own), peak_bytes=peaks.get(name)) for name, own in times.items()}
 
 
-def _timed(step: Step, device: torch.device, repeats: int) -> list[float]:
+def _timed(step: Step, device: torch.device, repeats: int, clock: Callable[[], float]) -> list[float]:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         step()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return times

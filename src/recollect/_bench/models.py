@@ -1,42 +1,17 @@
-"""Six models as people train them, each with inputs for a step, an optimiser and how it is cast.
-
-Their outputs are losses. Everything is built on the device that is current (`with torch.device("meta"):` takes no
-memory), so that one builder serves real steps and dry ones.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+"""Six models as people train them. Their outputs are losses, and they are built on the device that is current."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect._core.authors import Role
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model, and how it is trained.
-
-    Attributes:
-        build: makes the model, on the current device.
-        inputs: makes the inputs of a step, on the current device.
-        dtype: of the weights.
-        autocast: the dtype that the step runs under, if any.
-        channels_last: whether weights and images lie that way.
-        optimizer: its class.
-        options: of the optimiser.
-    """
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], tuple[Tensor, ...]]
-    dtype: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None
-    channels_last: bool = False
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    options: dict[str, Any] = field(default_factory=dict)
+__recollect_role__ = Role.PROGRAM
 
 
 class CausalAttention(nn.Module):
+    """Attention to what came before, with dropout."""
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.p = heads, dropout
@@ -44,13 +19,17 @@ class CausalAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         p = self.p if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        out: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return out
 
 
 class GPTBlock(nn.Module):
+    """Attention and a perceptron, each behind a norm."""
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -60,8 +39,10 @@ class GPTBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT(nn.Module):
@@ -79,6 +60,7 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss."""
         x = self.dropout(self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
         for layer in self.layers:
             x = layer(x)
@@ -95,19 +77,24 @@ class GroupedAttention(nn.Module):
         self.k, self.v = nn.Linear(width, groups * head, bias=False), nn.Linear(width, groups * head, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What the module gives."""
         q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = (part(x).unflatten(-1, (self.groups, -1)).transpose(1, 2) for part in (self.k, self.v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of features by angles that grow with the position."""
     half = t.shape[-1] // 2
     return t * cos + torch.cat((-t[..., half:], t[..., :half]), -1) * sin
 
 
 class LlamaBlock(nn.Module):
+    """Grouped attention and a gated perceptron, each behind a norm."""
+
     def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -116,16 +103,20 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What the module gives."""
         x = x + self.attention(self.norm1(x), cos, sin)
         y = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        return out
 
 
 class Llama(nn.Module):
+    """Rotary positions, grouped attention, gated perceptrons."""
+
     cos: Tensor
     sin: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (a shape, as papers write it)
         self, width: int, layers: int, heads: int, groups: int, hidden: int, tokens: int, *, vocab: int
     ) -> None:
         super().__init__()
@@ -139,6 +130,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", torch.cat((angle, angle), -1).sin(), persistent=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss."""
         x = self.embed(ids)
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
         for layer in self.layers:
@@ -163,6 +155,7 @@ class ViT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss."""
         x = self.patch(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
         for layer in self.layers:
@@ -171,6 +164,8 @@ class ViT(nn.Module):
 
 
 class Bottleneck(nn.Module):
+    """Three convolutions and a way around them, written in place."""
+
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
@@ -185,11 +180,13 @@ class Bottleneck(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         y = self.relu(self.norm1(self.conv1(x)))
         y = self.relu(self.norm2(self.conv2(y)))
         y = self.norm3(self.conv3(y))
         y += self.shortcut(x)
-        return self.relu(y)
+        out: Tensor = self.relu(y)
+        return out
 
 
 class ResNet(nn.Module):
@@ -213,10 +210,13 @@ class ResNet(nn.Module):
         self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, 1000)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss."""
         return functional.cross_entropy(self.head(self.pool(self.blocks(self.stem(images))).flatten(1)), labels)
 
 
 class ResidualBlock(nn.Module):
+    """Two convolutions behind norms, and a way around them."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(32, inputs), nn.GroupNorm(32, outputs)
@@ -225,11 +225,15 @@ class ResidualBlock(nn.Module):
         self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         y = self.conv1(functional.silu(self.norm1(x)))
-        return self.skip(x) + self.conv2(functional.silu(self.norm2(y)))
+        out: Tensor = self.skip(x) + self.conv2(functional.silu(self.norm2(y)))
+        return out
 
 
 class ImageAttention(nn.Module):
+    """Attention among all places of an image."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -237,9 +241,11 @@ class ImageAttention(nn.Module):
         self.qkv, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         q, k, v = self.qkv(self.norm(x)).flatten(2).unflatten(1, (3, self.heads, -1)).transpose(-1, -2).unbind(1)
         mixed = functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(mixed.transpose(-1, -2).reshape(x.shape))
+        out: Tensor = x + self.out(mixed.transpose(-1, -2).reshape(x.shape))
+        return out
 
 
 class UNet(nn.Module):
@@ -270,6 +276,7 @@ class UNet(nn.Module):
         self.norm = nn.GroupNorm(32, width)
 
     def forward(self, images: Tensor, noise: Tensor) -> Tensor:
+        """The loss."""
         x = self.stem(images)
         skips = []
         for number, block in enumerate(self.down, 1):
@@ -298,6 +305,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=hidden**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         tokens = x.flatten(0, 1)
         weights, choices = self.router(tokens).float().softmax(-1).topk(2)
         chosen = functional.one_hot(choices.flatten(), self.experts)
@@ -310,10 +318,13 @@ class Experts(nn.Module):
         queues = queues[:-1].unflatten(0, (self.experts, room))
         made = torch.bmm(functional.silu(torch.bmm(queues, self.up)), self.down).flatten(0, 1)
         back = functional.pad(made, (0, 0, 0, 1)).index_select(0, slots).unflatten(0, (-1, 2))
-        return (back * weights.to(back.dtype)[..., None]).sum(1).view_as(x)
+        out: Tensor = (back * weights.to(back.dtype)[..., None]).sum(1).view_as(x)
+        return out
 
 
 class MoEBlock(nn.Module):
+    """Attention, and experts in place of a perceptron."""
+
     def __init__(self, width: int, heads: int, hidden: int, experts: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -321,11 +332,15 @@ class MoEBlock(nn.Module):
         self.experts = Experts(width, hidden, experts)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         x = x + self.attention(self.norm1(x))
-        return x + self.experts(self.norm2(x))
+        out: Tensor = x + self.experts(self.norm2(x))
+        return out
 
 
 class MoE(nn.Module):
+    """A decoder whose perceptrons are experts, as Mixtral's are."""
+
     def __init__(self, width: int, layers: int, heads: int, hidden: int, experts: int, *, vocab: int = 32000) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
@@ -334,45 +349,8 @@ class MoE(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
-
-
-def _tokens(vocab: int, *shape: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: (torch.randint(0, vocab, shape), torch.randint(0, vocab, shape))
-
-
-def _images(batch: int, side: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: (torch.randn(batch, 3, side, side), torch.randint(0, 1000, (batch,)))
-
-
-CASES: dict[str, Case] = {
-    "GPT": Case(build=lambda: GPT(1024, 24, 16, 1024), inputs=_tokens(50257, 8, 1024), autocast=torch.bfloat16),
-    "Llama": Case(
-        build=lambda: Llama(2048, 16, 16, 4, 5632, 4096, vocab=32000),
-        inputs=_tokens(32000, 4, 4096),
-        dtype=torch.bfloat16,
-    ),
-    "ViT": Case(build=lambda: ViT(768, 12, 12), inputs=_images(128, 224), autocast=torch.bfloat16),
-    "ResNet": Case(
-        build=ResNet,
-        inputs=_images(128, 224),
-        autocast=torch.bfloat16,
-        channels_last=True,
-        optimizer=torch.optim.SGD,
-        options={"lr": 0.1, "momentum": 0.9},
-    ),
-    "U-Net": Case(
-        build=lambda: UNet(128),
-        inputs=lambda: (torch.randn(16, 3, 128, 128), torch.randn(16, 3, 128, 128)),
-        autocast=torch.bfloat16,
-    ),
-    "MoE": Case(build=lambda: MoE(1024, 8, 16, 2816, 8), inputs=_tokens(32000, 8, 2048), dtype=torch.bfloat16),
-}
-
-
-def llama_8b(tokens: int = 8192, layers: int = 32) -> Llama:
-    """Llama 3 8B's shape; build it on ``meta``."""
-    return Llama(4096, layers, 32, 8, 14336, tokens, vocab=128256)

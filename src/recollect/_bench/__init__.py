@@ -1,0 +1,1 @@
+"""Benchmarks that anybody can run: models, contenders, measurements, and the pages made of them."""

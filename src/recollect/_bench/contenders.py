@@ -1,0 +1,111 @@
+"""The contenders: plain steps, recollect at several budgets, and what people use instead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+from recollect._apply.blocks import find_blocks
+from recollect._apply.model import apply
+from recollect._bench.rivals import (
+    Call,
+    StashingOffloader,
+    call_reentrant,
+    call_remat,
+    call_selective,
+    call_torch,
+    find_remat,
+)
+from recollect._core.plans import Plan
+from recollect._core.torch_private.memory_budget import use_memory_budget
+
+PLAIN, OURS = "plain", "recollect"
+COMPILER_BUDGETS = (0.7, 0.4, 0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way of running a model's step.
+
+    Attributes:
+        name: that tables show.
+        family: whose it is.
+        prepare: changes a model in place, once.
+        around: what forward runs in.
+        compiling: what the first steps, in which a compiler works, run in.
+        plan: of ours.
+        absent: why it cannot run here; ``""`` if it can.
+    """
+
+    name: str
+    family: str = "torch"
+    prepare: Callable[[nn.Module], object] = lambda model: None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plan: Plan | None = None
+    absent: str = ""
+
+
+def list_contenders(plans: Mapping[str, Plan | str], device: torch.device, *, is_compiled: bool) -> list[Contender]:
+    """All contenders for a mode and a device.
+
+    Args:
+        plans: ours by name; a text says why there is none.
+        device: where steps run.
+        is_compiled: whether models are compiled.
+    """
+    found = [Contender(name=PLAIN)]
+    for name, plan in plans.items():
+        if isinstance(plan, str):
+            found.append(Contender(name=name, family=OURS, absent=plan))
+        else:
+            prepare = functools.partial(apply, rules=plan)
+            found.append(Contender(name=name, family=OURS, prepare=prepare, plan=plan))
+    return [*found, *_list_rivals(device, is_compiled=is_compiled)]
+
+
+def _list_rivals(device: torch.device, *, is_compiled: bool) -> Iterator[Contender]:
+    yield Contender(name="torch full", prepare=_wrapping(call_torch))
+    yield Contender(name="torch every 2nd block", prepare=_wrapping(call_torch, every=2))
+    yield Contender(name="torch SAC (torchtitan's list)", prepare=_wrapping(call_selective))
+    if is_compiled:
+        for share in COMPILER_BUDGETS:
+            compiling = functools.partial(use_memory_budget, share)
+            yield Contender(name=f"activation_memory_budget {share}", compiling=compiling)
+        return
+    yield Contender(name="torch reentrant", prepare=_wrapping(call_reentrant))
+    remat = find_remat()
+    if remat is None:
+        yield Contender(name="torch_remat", family="torch_remat", absent="not installed")
+    else:
+        yield Contender(name="torch_remat", family="torch_remat", prepare=_wrapping(call_remat(remat, device)))
+    if device.type == "cpu":
+        for name in ("save_on_cpu", "TRL-style offload"):
+            yield Contender(name=name, family="offload", absent="the step runs in host memory already")
+        return
+    yield Contender(name="save_on_cpu", family="offload", around=functools.partial(save_on_cpu, pin_memory=True))
+    yield Contender(name="TRL-style offload", family="offload", around=StashingOffloader)
+
+
+def _wrapping(call: Call, *, every: int = 1) -> Callable[[nn.Module], None]:
+    def prepare(model: nn.Module) -> None:
+        for block in find_blocks(model)[::every]:
+            _wrap(block, call)
+
+    return prepare
+
+
+def _wrap(block: nn.Module, call: Call) -> None:
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(own, *args, **kwargs)
+
+    block.forward = forward

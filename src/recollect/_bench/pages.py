@@ -1,0 +1,141 @@
+"""Tables and plots of what was measured, written into a page of the docs: one of each per model. Never by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from recollect._bench.compare import Row, compare
+from recollect._bench.names import MODELS, MODES, SIZES, TITLES
+from recollect._bench.results import Measured, Results
+from recollect._core.numbers import format_seconds
+from recollect._core.units import format_bytes
+
+_PLACE = re.compile(r"(<!-- table: frontier -->\n).*?(<!-- end -->)", re.DOTALL)
+_HEAD = (
+    "| size, mode | way | peak | of activations | step | over plain | spread | recollect at that peak |\n"
+    "|---|---|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def write_page(results: Results, page: Path, *, device: str) -> list[Path]:
+    """Fill the place of a page that is for the frontiers, and write the plots beside it.
+
+    Args:
+        results: all that was measured.
+        page: a file in Markdown, with ``<!-- table: frontier -->`` and ``<!-- end -->``; plots go to its ``images/``.
+        device: whose figures are shown.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ValueError: the page has no such place, or nothing was measured on the device.
+    """
+    text = page.read_text("utf-8")
+    if not _PLACE.search(text):
+        message = f"{page} has no place for the tables: <!-- table: frontier --> ... <!-- end -->"
+        raise ValueError(message)
+    if not any(one.cell.device == device for one in results.measured):
+        message = f"nothing was measured on {device!r}"
+        raise ValueError(message)
+    from recollect._bench.plot import draw_frontiers
+
+    written = []
+    parts = [describe_run(results, device)]
+    for model in MODELS:
+        cells = find_cells(results, model, device)
+        title = TITLES.get(model, model)
+        parts += [f"### {title}", ""]
+        if any(one is not None for one in cells.values()):
+            image = page.parent / "images" / f"frontier-{re.sub('[^a-z0-9]+', '', model.lower())}.svg"
+            image.parent.mkdir(exist_ok=True)
+            image.write_bytes(draw_frontiers(title, cells))
+            written.append(image)
+            parts += [f"![{title}: step time against peak memory](images/{image.name})", ""]
+        parts += [*write_table(cells), ""]
+    parts += list(write_largest(results, device))
+    filled = _PLACE.sub(lambda match: "\n".join([match[1], *parts, match[2]]), text)
+    page.write_text(filled, "utf-8")
+    return [page, *written]
+
+
+def find_cells(results: Results, model: str, device: str) -> dict[tuple[str, str], Measured | None]:
+    """The last measurements of a model, by size and mode; None where one is missing."""
+    return {
+        (size, mode): results.latest(model=model, size=size, mode=mode, device=device)
+        for mode in MODES
+        for size in SIZES
+    }
+
+
+def describe_run(results: Results, device: str) -> str:
+    """Where the figures come from, in a sentence, and how often ours is slower."""
+    own = [one for one in results.measured if one.cell.device == device]
+    versions = sorted({one.cell.torch for one in own})
+    commits = sorted({one.cell.commit for one in own})
+    last = [one for model in MODELS for one in find_cells(results, model, device).values() if one is not None]
+    rows = [row for one in last for row in compare(one) if row.is_rival]
+    lost = [row for row in rows if row.is_lost]
+    return (
+        f"{device}, torch {', '.join(versions)}, recollect at {', '.join(commits)}. A step is forward, backward and "
+        f"the optimizer's; medians of rounds. Of {len(rows)} figures of others, recollect is slower at the same peak, "
+        f"or does not reach it, in {len(lost)}, which are set in bold.\n"
+    )
+
+
+def write_table(cells: dict[tuple[str, str], Measured | None]) -> Iterator[str]:
+    """The lines of a model's table; what is missing is said."""
+    yield _HEAD
+    for (size, mode), measured in cells.items():
+        where = f"{size}, {mode}"
+        if measured is None:
+            yield f"| {where} | not measured yet | | | | | | |"
+            continue
+        for number, row in enumerate(compare(measured)):
+            named = f"{where}{' (a look)' * measured.is_quick}: {measured.shape}" if not number else ""
+            yield f"| {named} | {' | '.join(_write_row(row))} |"
+
+
+def _write_row(row: Row) -> Sequence[str]:
+    figure = row.figure
+    if row.cost is None or figure.median_s is None:
+        return (figure.contender, (figure.failed or "no figures").replace("|", "/"), "", "", "", "", "")
+    ours = ""
+    if row.is_rival and figure.peak_bytes is not None:
+        ours = "none" if row.ours is None else f"{row.ours:+.1%}"
+        ours = f"**{ours}**" if row.is_lost else ours
+    return (
+        figure.contender,
+        "" if figure.peak_bytes is None else format_bytes(figure.peak_bytes),
+        "" if row.share is None else f"{row.share:.0%}",
+        format_seconds(figure.median_s),
+        "" if figure.contender == "plain" else f"{row.cost:+.1%}",
+        f"{figure.spread or 0:.1%}",
+        ours,
+    )
+
+
+def write_largest(results: Results, device: str) -> Iterator[str]:
+    """The longest contexts and the largest batches within a budget, as tables; nothing if none were looked for."""
+    for unknown in ("length", "batch"):
+        for model in MODELS:
+            for size in SIZES:
+                one = results.latest(model=model, size=size, mode=f"largest {unknown}", device=device)
+                if one is None:
+                    continue
+                yield (
+                    f"### {TITLES.get(model, model)}, {size}: largest {unknown} within {format_bytes(one.budget_bytes)}"
+                )
+                yield ""
+                yield f"| way | {unknown} | peak | step | {unknown} per second |"
+                yield "|---|--:|--:|--:|--:|"
+                for row in one.reaches:
+                    if row.failed or not row.value:
+                        yield f"| {row.contender} | {row.failed or 'none fits'} | | | |"
+                        continue
+                    rate = f"{row.value / row.step_s:,.4g}" if row.step_s else ""
+                    size_text = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
+                    yield (f"| {row.contender} | {row.value:,} | {size_text} | {format_seconds(row.step_s)} | {rate} |")
+                yield ""

@@ -1,0 +1,66 @@
+"""The page of the benchmarks is made of what was measured: one table and one plot per model, what is missing said."""
+
+from pathlib import Path
+
+import pytest
+
+from recollect._bench.names import MODELS
+from recollect._bench.pages import describe_run, find_cells, write_largest, write_page, write_table
+from recollect._bench.results import Results
+from tests.bench.figures import MEASURED, REACHED
+
+RESULTS = Results(measured=(MEASURED, REACHED))
+PAGE = "# Benchmarks\n\n<!-- table: frontier -->\nstale words\n<!-- end -->\n\nMore.\n"
+
+
+def test_losses_are_set_in_bold_and_counted() -> None:
+    table = "\n".join(write_table(find_cells(RESULTS, "Llama", "GPU")))
+    assert "| torch SAC | 7.00 MiB | 60% | 1.05 s | +5.0% | 0.0% | **+10.0%** |" in table
+    assert "| torch_remat | 3.00 MiB | 20% | 1.50 s | +50.0% | 0.0% | **none** |" in table
+    assert "| torch full | 6.00 MiB | 50% | 1.30 s | +30.0% | 0.0% | +10.0% |" in table
+    assert "Of 3 figures of others, recollect is slower at the same peak, or does not reach it, in 2" in describe_run(
+        RESULTS, "GPU"
+    )
+
+
+def test_what_is_missing_and_what_failed_is_said() -> None:
+    table = list(write_table(find_cells(RESULTS, "Llama", "GPU")))
+    assert any("save_on_cpu | out of memory" in line for line in table)
+    assert sum("not measured yet" in line for line in table) == 3
+
+
+def test_the_largest_sizes_have_tables_of_their_own() -> None:
+    lines = list(write_largest(RESULTS, "GPU"))
+    assert lines[0] == "### Llama, small: largest length within 40.00 GiB"
+    assert any(line.startswith("| recollect | 65,536 | 39.00 GiB |") for line in lines)
+    assert any("plain | none fits" in line for line in lines)
+
+
+def test_a_page_gets_tables_and_plots_and_keeps_all_else(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "benchmarks.md"
+    page.write_text(PAGE, "utf-8")
+    written = write_page(RESULTS, page, device="GPU")
+    text = page.read_text("utf-8")
+    assert [path.name for path in written] == ["benchmarks.md", "frontier-llama.svg"]
+    assert "stale words" not in text
+    assert text.endswith("More.\n")
+    assert "![Llama: step time against peak memory](images/frontier-llama.svg)" in text
+    assert text.count("### ") == len(MODELS) + 1
+    picture = (tmp_path / "images" / "frontier-llama.svg").read_bytes()
+    write_page(RESULTS, page, device="GPU")
+    assert page.read_text("utf-8") == text
+    assert (tmp_path / "images" / "frontier-llama.svg").read_bytes() == picture
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "message"),
+    [("# nothing", "GPU", "has no place for the tables"), (PAGE, "TPU", "nothing was measured on 'TPU'")],
+)
+def test_a_page_without_a_place_or_a_device_without_figures_is_refused(
+    tmp_path: Path, text: str, device: str, message: str
+) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=message):
+        write_page(RESULTS, page, device=device)
