@@ -151,6 +151,15 @@ def test_fit_runs_steps_of_its_own_and_takes_no_script(invoke: Invoke) -> None:
     assert "train.py is a script, and fit runs steps of its own" in done.err
 
 
+def test_a_lever_is_used_where_the_budget_needs_it(invoke: Invoke) -> None:
+    done = invoke("fit", "blocks:make_model", "--budget", "2.5MiB", "--lever", "micro_batches", "--quiet")
+    assert done.code == 0, done.err
+    assert "lever micro_batches:" in done.out
+    done = invoke("fit", "blocks:make_model", "--budget", "2.5MiB", "--lever", "prayer")
+    assert done.code == 2
+    assert "--lever prayer: expected chunked_loss, chunked_mlp, micro_batches" in done.err
+
+
 def test_fit_needs_a_module(invoke: Invoke) -> None:
     done = invoke("fit", "blocks:no_module", "--budget", "1MiB")
     assert done.code == 2

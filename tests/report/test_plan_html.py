@@ -11,6 +11,7 @@ import pytest
 
 from recollect._core.alternatives import Alternative, MemoryTrack
 from recollect._core.forecasts import CurvePoint, Forecast, PlannedRegion
+from recollect._core.levers import PlannedLever
 from recollect._core.plans import Plan
 from recollect._report.plan_html import write_plan_html
 from tests.report.browser import PHONE, Page
@@ -60,6 +61,17 @@ def test_the_plan_itself_is_among_what_the_page_offers_even_if_it_was_thinned_ou
     data = data_of(text_of(other))
     assert [one["peak_bytes"] // MIB for one in data["alternatives"]] == [8, 6, 5, 4]
     assert data["alternatives"][data["chosen"]]["peak_bytes"] == 5 * MIB
+
+
+def test_of_a_plan_with_levers_the_page_says_only_what_is_known(page: Page) -> None:
+    lever = PlannedLever(name="micro_batches", parts=2)
+    plan = replace(PLAN, levers=(lever,), forecast=replace(FORECAST, peak_bytes=3 * MIB, step_s=1.6))
+    page.open_text(text_of(plan))
+    assert page.text("#regions-lead").startswith("Levers: micro_batches: 2 to a batch.")
+    assert page.text("#timeline-lead").endswith("After: at most what the plan takes at its peak.")
+    slide(page, 6 * MIB)
+    assert page.text("#timeline-lead").endswith("After: as the plan is predicted to run.")
+    assert "Levers" not in page.text("#regions-lead")
 
 
 def test_a_plan_written_by_hand_has_no_page() -> None:

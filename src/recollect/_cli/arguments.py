@@ -60,6 +60,14 @@ BudgetOption = Annotated[
 TiersOption = Annotated[
     str | None, typer.Option("--tiers", metavar="TIER", help="host: values may also wait in host memory.")
 ]
+LeverOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lever",
+        metavar="NAME",
+        help="What may be done beyond values: chunked_loss, chunked_mlp, micro_batches; may be repeated.",
+    ),
+]
 OutOption = Annotated[
     Path, typer.Option("--out", metavar="FILE", help="File for the plan; - for standard output, and no text.")
 ]

@@ -1,4 +1,4 @@
-"""`recollect demo`: trains a small GPT plain and with recollect, in several ways; compares them and writes a report.
+"""`recollect demo`: trains a small GPT plain and with recollect, in several ways, and fits it into a budget.
 
 Under "full" a block forgets what happens inside it during forward and computes it again during backward, dropout masks
 included: less memory, more time, and bit for bit the same training. A policy does better: it keeps what attention gave,
@@ -15,14 +15,19 @@ from rich import box
 from rich.table import Table
 
 import recollect
+from recollect._cli.arguments import STANDARD_OUTPUT
 from recollect._cli.endings import loading
+from recollect._cli.planned import Outputs
 from recollect._cli.report import check_path, write_report
-from recollect._cli.screen import make_console, show_progress
+from recollect._cli.screen import ShowProgress, make_console, show_progress
+from recollect._core.numbers import format_seconds
 from recollect._core.profiles import Profile
+from recollect._core.units import count_noun, format_bytes
 
 if TYPE_CHECKING:
     from recollect._cli.small_gpt import Run
 
+BUDGET_PERCENT = 60
 PLAIN, FULL, ATTENTION, PRODUCTS = "plain", "full", "attention kept", "products kept too"
 
 
@@ -33,7 +38,7 @@ def demo(
     ),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Train a small GPT plain and with recollect: time, memory, gradients; then a report to open.
+    """Train a small GPT plain and with recollect, and fit it into a budget: time, memory, gradients; pages to open.
 
     Runs on the CPU in well under a minute.
 
@@ -56,6 +61,16 @@ def demo(
     console = make_console(soft_wrap=True)
     console.print("In your own code:  recollect.apply(model, recollect.policies.save_attention)", markup=False)
     console.print(f"Report, {PLAIN} against '{ATTENTION}', tensor by tensor: {html.resolve()}", markup=False)
+    with show_progress("fitting", quiet=quiet) as show:
+        fitted = fit_run(runs[PLAIN], before.peak_bytes * BUDGET_PERCENT // 100, show)
+    print_fit(fitted)
+    page = html.with_name(f"{html.stem}-plan.html")
+    outputs = Outputs.check(STANDARD_OUTPUT, page, quiet=True)
+    outputs.write_page(fitted.plan, fitted.profile)
+    console.print(
+        'In your own code:  recollect.fit(model, batch, loss=..., optimizer=..., budget="40GiB")', markup=False
+    )
+    console.print(f"Page, what every other budget would give: {page.resolve()}", markup=False)
 
 
 def make_rules() -> dict[str, Any]:
@@ -77,6 +92,39 @@ def profile_run(run: Run, name: str) -> Profile:
     return recollect.profile(
         run.model, inputs, optimizer=run.optimizer, loss=lambda scores: find_loss(scores, run.batch), name=name
     )
+
+
+def fit_run(run: Run, budget: int, progress: ShowProgress) -> recollect.Fitted:
+    """The model of a training, made to fit a budget."""
+    from recollect._cli.small_gpt import find_loss
+
+    batch = (run.batch[:, :-1], run.batch)
+    return recollect.fit(run.model, batch, loss=find_loss, optimizer=run.optimizer, budget=budget, progress=progress)
+
+
+def print_fit(fitted: recollect.Fitted) -> None:
+    """Print what a fitted step was predicted to take beside what it took."""
+    forecast = fitted.plan.forecast
+    assert forecast is not None
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("", "predicted", "measured", ""):
+        table.add_column(column, justify="right" if table.columns else "left", no_wrap=True)
+    measured = forecast.measured_peak_bytes
+    assert measured is not None
+    off = measured / forecast.peak_bytes - 1
+    table.add_row("peak", format_bytes(forecast.peak_bytes), format_bytes(measured), f"{off:+.1%}")
+    if forecast.measured_step_s is not None:
+        off = forecast.measured_step_s / forecast.step_s - 1
+        seconds = format_seconds(forecast.step_s), format_seconds(forecast.measured_step_s)
+        table.add_row("step, watched", *seconds, f"{off:+.1%}")
+    console = make_console()
+    console.print(
+        f"Fitted into {format_bytes(forecast.budget_bytes or 0)}, {BUDGET_PERCENT}% of the plain step's "
+        f"{format_bytes(forecast.plain_peak_bytes)}"
+    )
+    console.print(table)
+    regions = count_noun(len(fitted.plan.regions), "module")
+    console.print(f"{regions} recomputed in part; peak over everything, parameters and optimizer state included.")
 
 
 def print_runs(runs: dict[str, Run]) -> None:

@@ -10,6 +10,7 @@ from recollect._cli.arguments import (
     BudgetOption,
     DeviceOption,
     DtypeOption,
+    LeverOption,
     OptimizerOption,
     OutOption,
     PageOption,
@@ -23,6 +24,7 @@ from recollect._cli.planned import Outputs, check_budget
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
 from recollect._cli.taking import Options, gather_step
 from recollect._cli.target import Function, find_target
+from recollect._core.levers import LEVERS
 
 if TYPE_CHECKING:
     from recollect._cli.subject import Subject
@@ -33,6 +35,7 @@ def fit(
     *,
     budget: BudgetOption,
     tiers: TiersOption = None,
+    lever: LeverOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     optimizer: OptimizerOption = None,
@@ -53,9 +56,13 @@ def fit(
 
         recollect fit train.py:make_model --optimizer AdamW --device cuda --budget 16GiB
         recollect fit my.package.train:step --budget 80%
+        recollect fit train.py:make_model --budget 12GiB --lever chunked_loss --lever micro_batches
     """
     outputs = Outputs.check(out, html, quiet=quiet)
     check_budget(budget, tiers)
+    for name in lever or ():
+        if name not in LEVERS:
+            fail(f"--lever {name}: expected {', '.join(LEVERS)}")
     with loading():
         from recollect._cli.users_code import users_code
 
@@ -72,7 +79,7 @@ def fit(
                     f"{target} is a script, and fit runs steps of its own: name a function that returns the model and "
                     f"its inputs, or runs a step, {target}:function. For a script as it runs: recollect plan {target}"
                 )
-            fitted = _fit(options, found, progress, budget=budget, tiers=tiers)
+            fitted = _fit(options, found, progress, budget=budget, tiers=tiers, levers=lever or ())
     outputs.write(fitted.plan, fitted.profile, tiers=tiers)
 
 

@@ -56,10 +56,10 @@ class Outputs:
 
     def write(self, plan: Plan, profile: Profile, *, tiers: str | None) -> None:
         """Print the plan, and write it and its page; what cannot be written does not keep the others from it."""
-        out, html = self.places
+        out, _ = self.places
         with ExitStack() as stack:
-            if html is not None:
-                stack.callback(self._write_page, plan, profile, html, tiers)
+            if self.html is not None:
+                stack.callback(self.write_page, plan, profile, tiers=tiers)
             with writing_output():
                 sys.stdout.write(f"{plan.to_json() if self.is_piped else plan}\n")
             if not self.is_piped:
@@ -67,11 +67,14 @@ class Outputs:
         if not self.is_piped and not self.quiet:
             say(f'to use it: recollect.apply(model, recollect.Plan.from_json(open("{self.out}").read()))')
 
-    def _write_page(self, plan: Plan, profile: Profile, html: Path, tiers: str | None) -> None:
+    def write_page(self, plan: Plan, profile: Profile, *, tiers: str | None = None) -> None:
+        """Write the page of a plan alone."""
         from recollect._fit.alternatives import list_alternatives
         from recollect._fit.work import find_margin_share
         from recollect._report.plan_html import write_plan_html
 
+        _, html = self.places
+        assert html is not None
         with show_progress(f"writing {self.html}", quiet=self.quiet):
             offered = list_alternatives(profile, tiers=tiers)
             page = write_plan_html(plan, profile, offered, margin_share=find_margin_share(profile))

@@ -33,7 +33,8 @@ def write_plan_html(
     Args:
         plan: that a budget gave, with a forecast.
         profile: of the plain step, that it was made of.
-        alternatives: what other budgets would give, highest peak first; the plan itself is added if it is not there.
+        alternatives: what other budgets would give, highest peak first; the plan itself is added if it is not there,
+            as one with levers is not, of which only the peak is known.
         margin_share: how far plans stay below a budget, as a part of it.
 
     Raises:
@@ -45,8 +46,10 @@ def write_plan_html(
     calls_s = [call.seconds or 0.0 for call in profile.calls]
     memory = MemoryTrack.of(profile.timeline.bytes_at, calls_s, forecast.plain_step_s)
     offered = list(alternatives)
-    if all((one.peak_bytes, one.step_s) != (peak_bytes, step_s) for one in offered):
-        offered.append(Alternative(peak_bytes=peak_bytes, step_s=step_s, regions=plan.regions, memory=memory))
+    is_outline = all((one.peak_bytes, one.step_s) != (peak_bytes, step_s) for one in offered)
+    if is_outline:
+        at_most = MemoryTrack(ends_s=(step_s,), bytes=(peak_bytes,))
+        offered.append(Alternative(peak_bytes=peak_bytes, step_s=step_s, regions=plan.regions, memory=at_most))
     offered.sort(key=lambda one: (one.step_s, -one.peak_bytes))
     measured = forecast.measured_peak_bytes
     data = {
@@ -59,6 +62,8 @@ def write_plan_html(
         "asked_bytes": forecast.budget_bytes,
         "margin_share": margin_share,
         "chosen": next(at for at, one in enumerate(offered) if (one.peak_bytes, one.step_s) == (peak_bytes, step_s)),
+        "is_outline": is_outline,
+        "levers": [str(lever) for lever in plan.levers],
         "plain": _encode_point(forecast.plain_peak_bytes, forecast.plain_step_s, memory),
         "alternatives": [
             {**_encode_point(one.peak_bytes, one.step_s, one.memory), "regions": _encode_regions(one.regions)}

@@ -70,8 +70,8 @@ const chart = new FrontierChart(byId("frontier-view"), { points: alternatives, p
 });
 const slider = byId("budget");
 
-function show(budget) {
-  const at = findWithin(budget);
+/** Shows what a budget gives; where it is what was asked for, the plan that was made for it, tightened or not. */
+function show(budget, at = findWithin(budget)) {
   const { peak_bytes: peak, step_s: seconds } = alternatives[at];
   chart.choose(at, budget);
   byId("budget-text").textContent = formatBytes(Math.round(budget));
@@ -85,9 +85,11 @@ function show(budget) {
     ? `Within ${formatBytes(Math.round(budget))}: the step ${cost}.`
     : `No plan fits ${formatBytes(Math.round(budget))}; this is the smallest.`;
   showFacts(alternatives[at], isAsked);
+  const after = isAsked && data.is_outline ? "at most what the plan takes at its peak" : "as the plan is predicted to run";
+  byId("timeline-lead").textContent = `Before: the plain step, ${data.source}. After: ${after}.`;
   byId("code").replaceChildren(makePaste(`recollect.fit(model, batch, budget="${writeBudget(peak)}")`));
   curves.show([before, { step: makeTrack(alternatives[at]), label: "After" }], budget);
-  showRegions(alternatives[at].regions);
+  showRegions(alternatives[at].regions, isAsked ? data.levers : []);
 }
 
 function showFacts({ peak_bytes: peak, step_s: seconds }, isAsked) {
@@ -105,11 +107,12 @@ function showFacts({ peak_bytes: peak, step_s: seconds }, isAsked) {
   addFact(facts, "Step", [formatSeconds(seconds), predicted.cloneNode(true)], [longer, line(lasted)]);
 }
 
-function showRegions(rows) {
+function showRegions(rows, levers) {
   const count = rows.reduce((sum, row) => sum + row.count, 0);
-  byId("regions-lead").textContent = count
-    ? `${formatNoun(count, "module")} become regions; all else runs as it is.`
+  const regions = count
+    ? `${count === 1 ? "1 module becomes a region" : `${formatCount(count)} modules become regions`}; all else runs as it is.`
     : "Nothing: the step runs as it is.";
+  byId("regions-lead").textContent = levers.length ? `Levers: ${levers.join("; ")}. ${count ? regions : ""}` : regions;
   byId("regions-view").replaceChildren();
   if (!rows.length) return;
   new SortedTable(byId("regions-view"), {
@@ -142,9 +145,12 @@ function showSlider() {
   slider.step = String((high - low) / 400);
   const asked = data.asked_bytes ?? alternatives[data.chosen].peak_bytes / free;
   slider.addEventListener("input", oncePerFrame(() => show(Number(slider.value))));
-  byId("asked").addEventListener("click", () => slideTo(asked));
-  slideTo(asked);
-  show(asked); // the slider rounds to its steps
+  const showAsked = () => {
+    slider.value = String(asked);
+    show(asked, data.chosen); // not the slider's value, which is rounded to its steps
+  };
+  byId("asked").addEventListener("click", showAsked);
+  showAsked();
 }
 
 function showSections() {
@@ -158,7 +164,6 @@ showHead();
 byId("frontier-lead").textContent =
   "Each point is a plan: choose one, or slide the budget. The line is what budgets in between give. " +
   `Plans and policies are simulated from the profile${measured ? "; the cross was measured" : ""}.`;
-byId("timeline-lead").textContent = `Before: the plain step, ${data.source}. After: as the plan is predicted to run.`;
 byId("why").hidden = !data.notes.length;
 byId("notes").append(...data.notes.map((sentence) => make("li", {}, make("bdi", {}, sentence))));
 showPolicies();
