@@ -9,6 +9,8 @@ from recollect._core.alternatives import MemoryTrack
 from recollect._core.profiles import Profile
 from recollect._fit.alternatives import list_alternatives
 
+pytest.importorskip("scipy")
+
 
 @pytest.fixture(scope="module")
 def seen() -> Profile:

@@ -91,7 +91,8 @@ def _list_rivals(device: torch.device, *, is_compiled: bool) -> Iterator[Contend
             yield Contender(name=name, family="offload", absent="the step runs in host memory already")
         return
     yield Contender(name="save_on_cpu", family="offload", around=functools.partial(save_on_cpu, pin_memory=True))
-    yield Contender(name="TRL-style offload", family="offload", around=StashingOffloader)
+    stash = StashingOffloader()  # one for all steps: it has a stream of its own
+    yield Contender(name="TRL-style offload", family="offload", around=lambda: stash)
 
 
 def _wrapping(call: Call, *, every: int = 1) -> Callable[[nn.Module], None]:
