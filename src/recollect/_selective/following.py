@@ -7,7 +7,6 @@ is broken: the region is recomputed by running its function again, and learned a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from recollect._core.torch_private.ambient import FunctionMode, any_autocast_ena
 from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
 from recollect._selective.kept_call import States, read_states, sources_of
-from recollect._selective.program import HELD, NOWHERE, Bound, Call, Inner, Link, Listed, Program, Unfixed, View, fixed
+from recollect._selective.program import HELD, NOWHERE, Bound, Call, Inner, Program, Unfixed, View, fixed, template_of
 from recollect._selective.recording import TensorClasses, hold, results_of
 
 if TYPE_CHECKING:
@@ -202,10 +201,15 @@ class Following(FunctionMode):
             return
         met: list[Tensor] = []
         numbers = iter(call.links)
+
+        def name(tensor: Tensor) -> int:
+            met.append(tensor)
+            return next(numbers, NOWHERE)
+
         try:
             self.bound.arguments[index] = (
-                [_template(value, numbers, met) for value in args],
-                {name: _template(value, numbers, met) for name, value in (kwargs or {}).items()},
+                [template_of(value, name) for value in args],
+                {key: template_of(value, name) for key, value in (kwargs or {}).items()},
             )
         except Unfixed:
             self.why_broken = _OTHER_WAYS
@@ -383,16 +387,6 @@ class Following(FunctionMode):
         self._refs.clear()
         self._starts.clear()
         return bound
-
-
-def _template(value: Any, numbers: Iterator[int], met: list[Tensor]) -> Any:
-    """An argument with numbers in place of its tensors, which are added to those met."""
-    if isinstance(value, Tensor):
-        met.append(value)
-        return Link(next(numbers, -1))
-    if isinstance(value, (list, tuple)) and tensors_in(value):
-        return Listed(type(value), [_template(item, numbers, met) for item in value])
-    return fixed(value)
 
 
 def _agree(one: States, other: States) -> bool:

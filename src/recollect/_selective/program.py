@@ -6,9 +6,13 @@ kept results, and what lies on the way from those to a forgotten saved tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from recollect._core.operators import tensors_in
 
 NOWHERE = -1
 """The number of a result that replay never needs."""
@@ -59,6 +63,19 @@ class Listed:
     def make(self, items: list[Any]) -> Any:
         """The list or tuple of these."""
         return items if self.kind is list else self.kind(items)
+
+
+def template_of(value: Any, name: Callable[[Tensor], int]) -> Any:
+    """An argument with numbers in place of its tensors, which are asked for in order.
+
+    Raises:
+        Unfixed: something in it may be changed by its owner.
+    """
+    if isinstance(value, Tensor):
+        return Link(name(value))
+    if isinstance(value, (list, tuple)) and tensors_in(value):
+        return Listed(type(value), [template_of(item, name) for item in value])
+    return fixed(value)
 
 
 class Call:

@@ -39,7 +39,7 @@ from recollect._selective.program import (
     Source,
     Unfixed,
     View,
-    fixed,
+    template_of,
 )
 
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -186,14 +186,12 @@ class Recording(FunctionMode):
         self.entries.append(entry)
 
     def _template(self, value: Any, links: list[int]) -> Any:
-        if isinstance(value, Tensor):
-            number = self._number(value, NOWHERE)
-            links.append(number)
-            return Link(number)
-        if isinstance(value, (list, tuple)) and tensors_in(value):
-            return Listed(type(value), [self._template(item, links) for item in value])
+        def name(tensor: Tensor) -> int:
+            links.append(self._number(tensor, NOWHERE))
+            return links[-1]
+
         try:
-            return fixed(value)
+            return template_of(value, name)
         except Unfixed:
             self.broken(f"a call of torch takes a {type(value).__name__}, which may change afterwards")
             return None
