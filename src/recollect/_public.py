@@ -2,7 +2,8 @@
 
 from recollect import policies
 from recollect._apply.function import checkpoint, explain_mismatch
-from recollect._apply.model import Applied, apply, remove
+from recollect._apply.handle import Applied
+from recollect._apply.model import apply, remove
 from recollect._compile.partition import partitioner
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import (

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
-import re
 import reprlib
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
-from weakref import ref
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
-from recollect._apply.applied import AppliedPlace, describe_effect, describe_places, write_html
-from recollect._apply.blocks import find_blocks
+from recollect._apply.applied import AppliedPlace, describe_effect
 from recollect._apply.caches import describe_twice, switches_for
-from recollect._apply.instance_forward import InstanceForward, entries_of
+from recollect._apply.choosing import (
+    check_free,
+    check_sendable,
+    choose_blocks,
+    find_away,
+    find_saved,
+    find_sent,
+    is_in,
+    keeping,
+    match_rules,
+    regions_in,
+    thin_out,
+)
+from recollect._apply.handle import Applied
+from recollect._apply.instance_forward import entries_of
 from recollect._apply.levers import make_levers
-from recollect._apply.options import Choices, refuse_unknown
+from recollect._apply.options import refuse_unknown
 from recollect._apply.planned import choose_planned
 from recollect._apply.rules import (
     PRESETS,
@@ -31,138 +40,17 @@ from recollect._apply.rules import (
     parse_value,
     read_away,
 )
-from recollect._apply.sent import SentForward, sent_forward_of
-from recollect._apply.stand_in import StandIn, stand_in_of
-from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
+from recollect._apply.stand_in import StandIn
+from recollect._apply.targets import Target, by_name, find_targets
 from recollect._core.decisions import Decision
 from recollect._core.plans import Plan
-from recollect._core.profiles import Profile
-from recollect._core.units import count_noun, list_some
-from recollect._offload.accounts import OffloadReport
-from recollect._offload.offload import Offload, Staying
+from recollect._core.units import count_noun
+from recollect._offload.offload import Offload
 from recollect._policy.base import PolicyLike
-from recollect._policy.combine import first_match
-from recollect._policy.places import save_modules
 
 _log = logging.getLogger("recollect")
 
 Rules = Mapping[Any, Value] | str | PolicyLike | Offload | Plan  # keys are `Key`s; a mapping is not covariant in them
-
-
-class Applied:
-    """What `apply` did to a model: prints as a table, and can be undone.
-
-    Attributes:
-        places: what became of each module that a rule matched, in the model's order.
-        is_removed: whether it was undone.
-    """
-
-    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
-        self._model = ref(model)
-        self._model_name = type(model).__name__
-        self.places = tuple(places)
-        self._entries: list[InstanceForward] = []
-        self._notes: list[str] = []
-        self._effect = ""
-        self._away: list[Offload] = []
-        self.is_removed = False
-
-    def _put(self, entry: InstanceForward) -> None:
-        entry.put()
-        self._entries.append(entry)
-
-    def report(self) -> OffloadReport:
-        """What offloading does in a step: bytes out and back, the share of the copies that was hidden, waiting time.
-
-        Raises:
-            ValueError: nothing is offloaded, or rules with several `recollect.offload`: ask each of those.
-        """
-        if len(self._away) != 1:
-            found = "no rule offloads" if not self._away else f"{len(self._away)} offloads are in the rules"
-            message = f"{found}; `report` tells of one. Ask the `recollect.offload` that you gave for its own report"
-            raise ValueError(message)
-        return self._away[0].report()
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model; None if it is gone, for a handle does not keep it."""
-        return self._model()
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether some region keeps values by a policy."""
-        return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
-
-    @property
-    def was_taken_away(self) -> bool:
-        """Whether `recollect.remove`, or the handle's own `remove`, has undone it."""
-        return self.is_removed or (bool(self._entries) and all(entry.is_removed for entry in self._entries))
-
-    def compare(self, before: Profile, after: Profile) -> None:
-        """Let the table say what this frees and costs, from profiles of a step without it and with it.
-
-        Args:
-            before: of the plain step.
-            after: of the same step with what was applied.
-
-        >>> import torch, recollect
-        >>> from torch.nn import GELU, Linear, Sequential
-        >>> model = Sequential(*(Sequential(Linear(8, 8), GELU()) for _ in range(4)))
-        >>> x = torch.randn(512, 8)
-        >>> plain = recollect.profile(model, x)
-        >>> handle = recollect.apply(model)
-        >>> handle.compare(plain, recollect.profile(model, x))
-        >>> print(handle)
-        recollect.apply: 4 regions in Sequential
-        module  class       what       rule
-        0-3     Sequential  recompute  repeated blocks
-        frees ... KiB of a peak of ... KiB (...%), ..., as profiled
-        """
-        found = (after.peak_bytes, before.peak_bytes, after.step_s, before.step_s)
-        self._effect = describe_effect(*found, how="as profiled")
-
-    def remove(self) -> None:
-        """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
-        while self._entries:
-            self._entries.pop().take_away()
-        self.is_removed = True
-
-    def __enter__(self) -> Self:
-        """Nothing; leaving the block removes what was applied."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def __str__(self) -> str:
-        """The table."""
-        return "\n".join([self.head, *describe_places(self.places), *self._all_notes()])
-
-    def _all_notes(self) -> list[str]:
-        return [*self._notes, self._effect] if self._effect else self._notes
-
-    @property
-    def head(self) -> str:
-        """What was done, in one line."""
-        regions = sum(place.is_region for place in self.places)
-        kept = sum(place.is_kept for place in self.places)
-        sent = sum(place.is_sent for place in self.places)
-        head = f"recollect.apply: {count_noun(regions, 'region')} in {self._model_name}"
-        if kept:
-            head += f", {count_noun(kept, 'module')} kept"
-        if sent:
-            head += f", {count_noun(sent, 'module')} offloaded"
-        if self.is_removed:
-            head += " (removed)"
-        return head
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """The table, for notebooks."""
-        return write_html(self.head, self.places, self._all_notes())
 
 
 def apply(
@@ -243,20 +131,20 @@ def apply(
     if isinstance(rules, Plan):
         chosen = choose_planned(model, targets, rules, every=every, first=first)
     elif isinstance(rules, Mapping):
-        chosen = _match(model, targets, parse_rules(rules))
+        chosen = match_rules(model, targets, parse_rules(rules))
     else:
         rule, preset = _parse_for_blocks(rules)
         if preset is not None and every is not None:
             message = f"rules={rules!r} and every={every} both say how many blocks; pass one of them"
             raise ValueError(message)
         every = every or preset
-        chosen = _choose_blocks(model, targets, rule)
-    chosen = _thin_out(chosen, every or 1, first)
-    _check_free(chosen, targets)
-    _check_sendable(chosen)
-    saved, regions = _find_saved(chosen), by_name(_regions_in(chosen))
+        chosen = choose_blocks(model, targets, rule)
+    chosen = thin_out(chosen, every or 1, first)
+    check_free(chosen, targets)
+    check_sendable(chosen)
+    saved, regions = find_saved(chosen), by_name(regions_in(chosen))
     stand_ins = [
-        StandIn(target.module, target.name, _keeping(rule.choices, saved.get(id(target), [])))
+        StandIn(target.module, target.name, keeping(rule.choices, saved.get(id(target), [])))
         for target, rule in chosen
         if rule.choices is not None
     ]
@@ -267,10 +155,10 @@ def apply(
         handle._put(lever)  # noqa: SLF001
     for stand_in in stand_ins:
         handle._put(stand_in)  # noqa: SLF001
-    for entry in _find_sent(chosen):
+    for entry in find_sent(chosen):
         handle._put(entry)  # noqa: SLF001
-    handle._away = _find_away(chosen)  # noqa: SLF001
-    _put_switches(handle, model, [target.module for target in _regions_in(chosen)])
+    handle._away = find_away(chosen)  # noqa: SLF001
+    _put_switches(handle, model, [target.module for target in regions_in(chosen)])
     if isinstance(rules, Plan) and (told := rules.forecast) is not None:
         found = (told.peak_bytes, told.plain_peak_bytes, told.step_s, told.plain_step_s)
         handle._effect = describe_effect(*found, how="as planned")  # noqa: SLF001
@@ -327,9 +215,6 @@ def _join_policy(rules: Rules | None, policy: PolicyLike | str | None) -> Rules 
     raise ValueError(message)
 
 
-Chosen = list[tuple[Target, Rule]]
-
-
 def _check_count(option: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         message = f"{option}={value!r}: expected a whole number of at least 1"
@@ -355,199 +240,6 @@ def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, i
     return Rule(matches=lambda name, module: True, choices=choices, text="repeated blocks", what=what, away=away), every
 
 
-def _match(model: nn.Module, targets: list[Target], rules: list[Rule]) -> Chosen:
-    """For each module the first rule that matches it; every rule must match something.
-
-    Raises:
-        ValueError: one does not.
-    """
-    chosen: Chosen = []
-    matched: dict[int, list[Target]] = {index: [] for index in range(len(rules))}
-    decides = [False] * len(rules)
-    for target in targets:
-        found = [index for index, rule in enumerate(rules) if _is_meant(rule, target)]
-        for index in found:
-            matched[index].append(target)
-        if found and target.is_called:
-            chosen.append((target, rules[found[0]]))
-            decides[found[0]] = True
-    for index, rule in enumerate(rules):
-        if not any(target.is_called for target in matched[index]):
-            raise ValueError(_describe_no_match(model, targets, rule, matched[index]))
-        if not decides[index]:
-            message = f"rule {rule.text} decides nothing: earlier rules match all of its modules. Put it before them"
-            warnings.warn(message, UserWarning, stacklevel=3)
-    return chosen
-
-
-def _is_meant(rule: Rule, target: Target) -> bool:
-    return any(rule.matches(name, module) for name in target.names for module in target.chain)
-
-
-def _describe_no_match(model: nn.Module, targets: list[Target], rule: Rule, lists: list[Target]) -> str:
-    if lists:
-        names = list_some([f"'{target.name}'" for target in lists])
-        inner = f"'{lists[0].name}.*'"
-        kind = type(lists[0].chain[-1]).__name__
-        return (
-            f"rule {rule.text} matches {names} of {type(model).__name__} only: a {kind} is never called itself. "
-            f"Its modules are {inner}"
-        )
-    if rule.pattern is not None:
-        return describe_unmatched(rule.pattern, model, targets)
-    classes = list(dict.fromkeys(type(target.chain[-1]).__name__ for target in targets if target.is_called))
-    return f"rule {rule.text} matches no module of {type(model).__name__}; classes there: {list_some(classes)}"
-
-
-def _choose_blocks(model: nn.Module, targets: list[Target], rule: Rule) -> Chosen:
-    """The model's repeated blocks.
-
-    Raises:
-        ValueError: there are none.
-    """
-    blocks = set(find_blocks(model))
-    chosen = [(target, rule) for target in targets if blocks.intersection(target.chain)]
-    if not chosen:
-        largest = sorted((t for t in targets if t.name and t.is_called), key=_count_parameters, reverse=True)
-        near = list_some([f"'{target.name}'" for target in largest], most=4)
-        message = (
-            f"{type(model).__name__} has no repeated blocks: no ModuleList or Sequential holds several modules of one "
-            "class that are more than a layer of torch.\n"
-            "Name the modules to recompute: recollect.apply(model, {'name': recollect.Decision.RECOMPUTE}). "
-            + (f"Its largest are {near}" if near else "It has no modules inside: use recollect.checkpoint(model)")
-        )
-        raise ValueError(message)
-    return chosen
-
-
-def _count_parameters(target: Target) -> int:
-    return sum(parameter.numel() for parameter in target.chain[-1].parameters())
-
-
-def _regions_in(chosen: Chosen) -> list[Target]:
-    return [target for target, rule in chosen if rule.choices is not None]
-
-
-def _thin_out(chosen: Chosen, every: int, first: int | None) -> Chosen:
-    """Leave out regions, and whatever lies only inside of those that are left out."""
-    if every == 1 and first is None:
-        return chosen
-    acting = [target for target, rule in chosen if rule.acts]
-    regions = by_name(acting)
-    outermost = [target for target in acting if next(target.inside(regions), None) is None]
-    stay = {id(target) for target in outermost[slice(0, first, every)]}
-    gone = {id(target) for target in outermost} - stay
-
-    def stays(target: Target) -> bool:
-        around = {id(region) for region, _ in target.inside(regions)}
-        return id(target) not in gone and (not around & gone or bool(around & stay))
-
-    return [(target, rule) for target, rule in chosen if stays(target)]
-
-
-def _check_free(chosen: Chosen, targets: list[Target]) -> None:
-    """Refuse what cannot be done.
-
-    Raises:
-        ValueError: a module can be no region, or cannot be kept by one.
-    """
-    for target in _regions_in(chosen):
-        why = target.refusal
-        if why is None and stand_in_of(target.module) is not None:
-            why = (
-                "it is a region already, by an earlier recollect.apply: remove that one first, with "
-                "recollect.remove(model) or handle.remove()"
-            )
-        if why is not None:
-            message = f"module '{target.name}' ({type(target.module).__name__}) cannot be made a region: {why}"
-            raise ValueError(message)
-    compiled = by_name(target for target in _regions_in(chosen) if target.is_compiled)
-    earlier = by_name(target for target in targets if stand_in_of(target.module) is not None)
-    for target, rule in chosen:
-        if rule.acts:
-            continue
-        for region, path in target.inside(compiled):
-            message = (
-                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is compiled, and its parts are "
-                "not called one by one.\nApply the rules before torch.compile, or leave this one out"
-            )
-            raise ValueError(message)
-        for region, path in target.inside(earlier):
-            message = (
-                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is a region by an earlier "
-                "recollect.apply.\nRemove that one (recollect.remove(model)) and pass the rules for both at once"
-            )
-            raise ValueError(message)
-
-
-def _check_sendable(chosen: Chosen) -> None:
-    """Refuse to offload what cannot be.
-
-    Raises:
-        ValueError: a module cannot be offloaded.
-    """
-    for target, rule in chosen:
-        if rule.away is None:
-            continue
-        why = target.refusal
-        if why is None and sent_forward_of(target.module) is not None:
-            why = "it is offloaded already, by an earlier recollect.apply: remove that one first (handle.remove())"
-        if why is not None:
-            message = f"module '{target.name}' ({type(target.module).__name__}) cannot be offloaded: {why}"
-            raise ValueError(message)
-
-
-def _find_saved(chosen: Chosen) -> dict[int, list[str]]:
-    """For each region, by its id, the paths of the modules in it that are to be kept, as seen from there."""
-    regions = by_name(_regions_in(chosen))
-    saved: dict[int, list[str]] = {}
-    for target, rule in chosen:
-        if not rule.acts:
-            for region, path in target.inside(regions):
-                saved.setdefault(id(region), []).append(path)
-    return saved
-
-
-def _find_sent(chosen: Chosen) -> list[SentForward]:
-    """Entries for the modules whose values are sent, and for those inside of them whose values are to stay."""
-    sent = by_name(target for target, rule in chosen if rule.away is not None)
-    regions = by_name(_regions_in(chosen))
-    entries: list[SentForward] = []
-    for target, rule in chosen:
-        if rule.away is not None:
-            entries.append(SentForward(target.module, target.name, rule.away))
-        elif not rule.acts and _is_in(target, sent) and not _is_in(target, regions):
-            entries.append(SentForward(target.module, target.name, Staying()))
-    return entries
-
-
-def _find_away(chosen: Chosen) -> list[Offload]:
-    """What the rules send values with, each once."""
-    away = [rule.away for _, rule in chosen if rule.away is not None]
-    away += [
-        rule.choices.elsewhere.offload()
-        for _, rule in chosen
-        if rule.choices is not None and rule.choices.elsewhere is not None
-    ]
-    return list({one.hooks: one for one in away}.values())
-
-
-def _is_in(target: Target, others: dict[str, Target]) -> bool:
-    return next(target.inside(others), None) is not None
-
-
-def _keeping(choices: Choices, paths: list[str]) -> Choices:
-    if not paths:
-        return choices
-    kept = save_modules(*map(_as_pattern, dict.fromkeys(paths)))
-    return replace(choices, policy=kept if choices.policy is None else first_match(kept, choices.policy))
-
-
-def _as_pattern(path: str) -> str:
-    """A pattern that matches this path alone."""
-    return f"re:{re.escape(path)}" if re.search(r"[*?\[\]]", path) else path
-
-
 def _let_last_report(stand_ins: list[StandIn], model: nn.Module) -> None:
     """Of the regions under one ready-made policy the last one tells whether that keeps nothing: then all were asked."""
     last = {id(tally): (stand_in, tally) for stand_in in stand_ins if (tally := stand_in.choices.tally) is not None}
@@ -558,7 +250,7 @@ def _let_last_report(stand_ins: list[StandIn], model: nn.Module) -> None:
 
 def _place(target: Target, rule: Rule, regions: dict[str, Target], sent: dict[str, Target]) -> AppliedPlace:
     is_region = rule.choices is not None
-    is_kept = not rule.acts and (_is_in(target, regions) or _is_in(target, sent))
+    is_kept = not rule.acts and (is_in(target, regions) or is_in(target, sent))
     return AppliedPlace(
         name=target.name,
         class_name=type(target.chain[-1]).__name__,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recollect._apply.model import Applied, apply
+from recollect._apply.handle import Applied
+from recollect._apply.model import apply
 from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from recollect._apply.model import Applied, apply
+from recollect._apply.handle import Applied
+from recollect._apply.model import apply
 from recollect._core.plans import Plan
 from recollect._core.torch_private.pytree import tree_leaves
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from recollect._apply.function import name_of
-from recollect._apply.model import Applied
+from recollect._apply.handle import Applied
 from recollect._core.operators import operator_of
 from recollect._policy.judging import BY_DEFAULT
 from recollect._recompute.region import Region

@@ -25,10 +25,11 @@ from recollect._recompute.rng import Source
 from recollect._selective.block_calls import SeenCalls, begin_seeing, calls_of_function, calls_of_module, end_seeing
 from recollect._selective.decisions import DecisionLine, Decisions, bytes_of
 from recollect._selective.following import Following
+from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_call import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.kept_calls import Counter, KeptCalls
-from recollect._selective.operator_modes import ChoiceMode, KeepingMode, ServingMode
 from recollect._selective.recording import Recording
+from recollect._selective.serving_mode import ChoiceMode, ServingMode
 
 Block = tuple[str, str]
 """What kind of block it is, and its path or name."""

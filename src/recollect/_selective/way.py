@@ -6,7 +6,7 @@ decides how it and later calls are recomputed:
 * only blocks are kept: the function runs again and skips them, without any mode (`blocks.py`);
 * single operators are kept, and a program of the recording can be believed: what is needed is
   replayed (`following.py`, `replay_way.py`);
-* single operators are kept, and it cannot: the function runs again and is served those (`operator_modes.py`).
+* single operators are kept, and it cannot: the function runs again and is served those (`serving.py`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from recollect._recompute.handles import find_live, frame_of
 from recollect._recompute.match import Recorder
 from recollect._recompute.rerun import Rerun
 from recollect._recompute.rng import sources_by_request
+from recollect._selective.asking import Asker
 from recollect._selective.blocks import Again, Forward
-from recollect._selective.decisions import Asker, Decisions
+from recollect._selective.decisions import Decisions
 from recollect._selective.following import Following
+from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_call import Hooks, has_same_bits
 from recollect._selective.kept_calls import KeptCalls, Slipped
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
 from recollect._selective.nested import kept_inside
-from recollect._selective.operator_modes import ChoiceMode, KeepingMode, ServingMode
 from recollect._selective.program import HELD, Bound, Program
 from recollect._selective.recording import Recording, TensorClasses, tensor_classes
 from recollect._selective.replay import Replay
 from recollect._selective.replay_way import Replaying
 from recollect._selective.serving import Serving
+from recollect._selective.serving_mode import ChoiceMode, ServingMode
 from recollect._selective.unmatched import warn_unmatched
 
 T = TypeVar("T")

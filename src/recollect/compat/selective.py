@@ -24,9 +24,10 @@ from recollect._core.torch_private.ops import op_name, packet_name
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
 from recollect._offload.offload import Offload, offload_everything
 from recollect._policy.base import CallPolicy
+from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_call import KeptCall
 from recollect._selective.kept_calls import Counter, KeptCalls
-from recollect._selective.operator_modes import KeepingMode, ServingMode
+from recollect._selective.serving_mode import ServingMode
 
 _aten, _profiler = torch.ops.aten, torch.ops.profiler
 

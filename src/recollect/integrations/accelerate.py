@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recollect._apply.model import Applied, Rules, apply
+from recollect._apply.handle import Applied
+from recollect._apply.model import Rules, apply
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recollect._apply.model import Applied, Rules, apply
+from recollect._apply.handle import Applied
+from recollect._apply.model import Rules, apply
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from recollect._apply.model import Applied, Rules, apply
+from recollect._apply.handle import Applied
+from recollect._apply.model import Rules, apply
 from recollect._fit.plan import plan
 from recollect._inspect.profile import profile
 from recollect._policy.base import PolicyLike

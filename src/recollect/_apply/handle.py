@@ -1,0 +1,134 @@
+"""The handle of what was applied to a model: its table, what it did, and its removal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+from weakref import ref
+
+from torch import nn
+
+from recollect._apply.applied import AppliedPlace, describe_effect, describe_places, write_html
+from recollect._apply.instance_forward import InstanceForward
+from recollect._apply.stand_in import StandIn
+from recollect._core.profiles import Profile
+from recollect._core.units import count_noun
+from recollect._offload.accounts import OffloadReport
+from recollect._offload.offload import Offload
+
+
+class Applied:
+    """What `apply` did to a model: prints as a table, and can be undone.
+
+    Attributes:
+        places: what became of each module that a rule matched, in the model's order.
+        is_removed: whether it was undone.
+    """
+
+    def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
+        self._model = ref(model)
+        self._model_name = type(model).__name__
+        self.places = tuple(places)
+        self._entries: list[InstanceForward] = []
+        self._notes: list[str] = []
+        self._effect = ""
+        self._away: list[Offload] = []
+        self.is_removed = False
+
+    def _put(self, entry: InstanceForward) -> None:
+        entry.put()
+        self._entries.append(entry)
+
+    def report(self) -> OffloadReport:
+        """What offloading does in a step: bytes out and back, the share of the copies that was hidden, waiting time.
+
+        Raises:
+            ValueError: nothing is offloaded, or rules with several `recollect.offload`: ask each of those.
+        """
+        if len(self._away) != 1:
+            found = "no rule offloads" if not self._away else f"{len(self._away)} offloads are in the rules"
+            message = f"{found}; `report` tells of one. Ask the `recollect.offload` that you gave for its own report"
+            raise ValueError(message)
+        return self._away[0].report()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None if it is gone, for a handle does not keep it."""
+        return self._model()
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether some region keeps values by a policy."""
+        return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
+
+    @property
+    def was_taken_away(self) -> bool:
+        """Whether `recollect.remove`, or the handle's own `remove`, has undone it."""
+        return self.is_removed or (bool(self._entries) and all(entry.is_removed for entry in self._entries))
+
+    def compare(self, before: Profile, after: Profile) -> None:
+        """Let the table say what this frees and costs, from profiles of a step without it and with it.
+
+        Args:
+            before: of the plain step.
+            after: of the same step with what was applied.
+
+        >>> import torch, recollect
+        >>> from torch.nn import GELU, Linear, Sequential
+        >>> model = Sequential(*(Sequential(Linear(8, 8), GELU()) for _ in range(4)))
+        >>> x = torch.randn(512, 8)
+        >>> plain = recollect.profile(model, x)
+        >>> handle = recollect.apply(model)
+        >>> handle.compare(plain, recollect.profile(model, x))
+        >>> print(handle)
+        recollect.apply: 4 regions in Sequential
+        module  class       what       rule
+        0-3     Sequential  recompute  repeated blocks
+        frees ... KiB of a peak of ... KiB (...%), ..., as profiled
+        """
+        found = (after.peak_bytes, before.peak_bytes, after.step_s, before.step_s)
+        self._effect = describe_effect(*found, how="as profiled")
+
+    def remove(self) -> None:
+        """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
+        while self._entries:
+            self._entries.pop().take_away()
+        self.is_removed = True
+
+    def __enter__(self) -> Self:
+        """Nothing; leaving the block removes what was applied."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        """The table."""
+        return "\n".join([self.head, *describe_places(self.places), *self._all_notes()])
+
+    def _all_notes(self) -> list[str]:
+        return [*self._notes, self._effect] if self._effect else self._notes
+
+    @property
+    def head(self) -> str:
+        """What was done, in one line."""
+        regions = sum(place.is_region for place in self.places)
+        kept = sum(place.is_kept for place in self.places)
+        sent = sum(place.is_sent for place in self.places)
+        head = f"recollect.apply: {count_noun(regions, 'region')} in {self._model_name}"
+        if kept:
+            head += f", {count_noun(kept, 'module')} kept"
+        if sent:
+            head += f", {count_noun(sent, 'module')} offloaded"
+        if self.is_removed:
+            head += " (removed)"
+        return head
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return write_html(self.head, self.places, self._all_notes())

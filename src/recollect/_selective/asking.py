@@ -1,0 +1,160 @@
+"""Asks a policy about every call of one forward, and sorts what was recorded of it by what the policy said."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+
+from recollect._core.decisions import Site
+from recollect._core.operators import (
+    Operator,
+    count_flops,
+    storages_in,
+    tensors_in,
+)
+from recollect._core.places import Places
+from recollect._core.torch_private.schemas import OpOverload
+from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, bytes_of, shapes_of, strongest
+from recollect._selective.recording import Recording, name_of_call
+
+
+class _Beneath:
+    """An operator that ran beneath a call of torch, and the memory of what it made."""
+
+    __slots__ = ("line", "operator", "storages")
+
+    def __init__(self, operator: Operator, line: DecisionLine, storages: list[ref[Any]]) -> None:
+        self.operator, self.line, self.storages = operator, line, storages
+
+
+class Asker:
+    """Asks the policy during one forward, or looks up what it said; knows names, and what follows a choice."""
+
+    def __init__(
+        self, decisions: Decisions, places: Places, scopes: list[str], recording: Recording | None = None
+    ) -> None:
+        self._decisions, self._recording = decisions, recording
+        self._beneath: dict[int, list[_Beneath]] = {}  # by the id of a recorded call
+        self._places = places
+        self._scopes = scopes
+        self._index = -1
+        self._chosen: list[ref[Any]] = []  # storages of routing results and of what is counted out of them
+        self.has_asked = self.saw_compiled = False
+
+    def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
+        """The line of an operator call: the one of the last time, or a new one."""
+        line = self._find(func, operator, call, args, kwargs, result)
+        recording = self._recording
+        if recording is not None and operator.is_collective:
+            recording.broken("it communicates with other processes, which must all take the same way")
+        if recording is not None and recording.current is not None:
+            beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
+            self._beneath.setdefault(id(recording.current), []).append(beneath)
+        return line
+
+    def sort_calls(self, recording: Recording, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
+        """Which recorded calls keep their results, draw, only view; breaks the recording where that is unknown."""
+        keeping: set[int] = set()
+        drawing: set[int] = set()
+        viewing: set[int] = set()
+        for index, entry in enumerate(recording.entries):
+            beneath = self._beneath.get(id(entry), [])
+            if beneath:
+                entry.place = f"{name_of_call(entry.func)}{beneath[0].line.place}"
+            kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
+            if any(one.operator.hides_writes for one in beneath):
+                recording.broken("it updates running statistics")
+            if draws and any(one.operator.is_random for one in beneath):
+                drawing.add(index)
+            if all(one.operator.is_view and not one.operator.writes for one in beneath):
+                viewing.add(index)
+            if kept:
+                keeping.add(index)
+                storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
+                for tensor in (*recording.results(entry), *recording.saved_inside(entry)):
+                    if not any(tensor.untyped_storage() is storage for storage in storages):
+                        names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
+                        recording.broken(
+                            f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not"
+                        )
+        return keeping, drawing, viewing
+
+    def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
+        self._index += 1
+        lines, index = self._decisions.lines, self._index
+        shapes = shapes_of(result)
+        if index < len(lines):
+            line = lines[index]
+            if line.key is func and line.shapes == shapes:
+                line.matched += 1
+                if line.is_routing:
+                    self._note_choice(result)
+                return line
+            del lines[index:]  # another way through the function: ask from here on
+        line = self._ask(func, operator, call, args, kwargs, result)
+        line.shapes = shapes
+        lines.append(line)
+        return line
+
+    def _ask(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
+        self.has_asked = True
+        place = self._places.find(4)
+        if self._places.saw_compiled or not isinstance(func, OpOverload):
+            # A compiled function would be compiled anew for the recording's mode, and for an interception.
+            self._decisions.may_record, self.saw_compiled = False, True
+        is_routing = operator.is_routing or self._follows_choice(args, kwargs, result)
+        if is_routing:
+            self._note_choice(result)
+        flops = count_flops(operator, args, kwargs, result)
+        outputs: list[Any] = list(tensors_in(result)) or [None]
+        sites = tuple(
+            Site(
+                region=self._decisions.region,
+                op=operator.name,
+                call=call,
+                output=number,
+                module=place.module,
+                scopes=tuple(self._scopes),
+                shape=tuple(output.shape) if output is not None else (),
+                dtype=str(output.dtype).removeprefix("torch.") if output is not None else "",
+                bytes=bytes_of(output) if output is not None else 0,
+                flops=flops,
+                is_random=operator.is_random,
+                is_routing=is_routing,
+                is_collective=operator.is_collective,
+            )
+            for number, output in enumerate(outputs)
+        )
+        # Nobody is asked about what can only run again: views, most writes in place, memory yet to be filled.
+        verdicts = [self._decisions.judge(site) for site in sites] if operator.can_be_kept else [RUNS_AGAIN]
+        chosen = strongest(verdicts)
+        return DecisionLine(
+            key=func,
+            shapes=(),
+            what=operator.name,
+            decision=chosen.decision,
+            by=chosen.by,
+            sites=sites,
+            place=place,
+            bytes=sum(site.bytes for site in sites),
+            matched=1,
+            number=(func, torch.is_grad_enabled(), call),
+            is_routing=is_routing,
+            fills=operator.fills,
+        )
+
+    def _note_choice(self, result: Any) -> None:
+        self._chosen.extend(map(ref, storages_in(result)))
+
+    def _follows_choice(self, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether whole numbers or truths are counted out of routing results: indices, masks, counts, offsets."""
+        if not self._chosen:
+            return False
+        made = tensors_in(result)
+        if not made or any(tensor.is_floating_point() or tensor.is_complex() for tensor in made):
+            return False
+        chosen = [storage for weak in self._chosen if (storage := weak()) is not None]
+        given = storages_in(args, kwargs)
+        return any(one is other for one in given for other in chosen)
