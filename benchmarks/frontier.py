@@ -3,6 +3,7 @@
     python benchmarks/frontier.py --device cuda                     all six models, budgets 90 to 20%, about 5 minutes
     python benchmarks/frontier.py --device cuda --quick Llama       one model, a look
     python benchmarks/frontier.py --device cuda --tiers host Llama  values may go to host memory as well
+    python benchmarks/frontier.py Llama --device cuda --levers --shares 69 63 44 30 26  chunked loss and MLPs, by `fit`
     python benchmarks/frontier.py                                   small models on the CPU, live bytes
 
 A budget of 40% is what is there before the step, and 40% of what the plain step takes beyond that at its peak. Plain,
@@ -17,7 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+LEVERS = ("chunked_loss", "chunked_mlp")
 Step = Callable[[], None]
 
 
@@ -60,6 +62,11 @@ class Bench:
 
     def profile(self) -> Profile:
         return recollect.profile(make_step(self.case), self.model, self.optimizer, *self.inputs)
+
+    def fit(self, budget: int, tiers: str | None) -> recollect.Plan:
+        """The plan that `fit` finds with levers."""
+        with recollect.fit(self.model, step=self.step, budget=budget, tiers=tiers, levers=LEVERS) as fitted:
+            return fitted.plan
 
     def measure(self, repeats: int, warm: int) -> tuple[float, int]:
         """The median time of a step, and its peak."""
@@ -115,10 +122,11 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
     plans: dict[str, Any] = {}
     for share in options.shares:
         budget = held + span * share // 100
-        try:
+        with suppress(BudgetError):
             plans[f"plan {share}%"] = recollect.plan(seen, budget=budget, tiers=options.tiers)
-        except BudgetError:
-            continue
+        if options.levers:
+            with suppress(BudgetError):
+                plans[f"levers {share}%"] = bench.fit(budget, options.tiers)
     plans["plan min"] = smallest
     candidates |= plans
     candidates |= {"torch full": False, "torch matmuls and attention": True}
@@ -161,6 +169,7 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
                 f"{share / (measured_s / plain_s):.3f} of the time"
                 f" | bound {(plan.lower_bound_s or 0) / plan.forecast.plain_step_s:.3f}"
                 f" | {'within' if limit is None or peak <= limit else 'OVER'} budget, {len(plan.regions)} regions"
+                + "".join(f", {lever.name}" for lever in plan.levers)
             )
         print(line, flush=True)
         found.append(entry)
@@ -173,6 +182,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shares", type=int, nargs="+", default=[90, 75, 60, 45, 30, 20])
     parser.add_argument("--tiers", choices=("host",), help="plans may also send values to host memory (cuda)")
+    parser.add_argument("--levers", action="store_true", help="`fit` with a chunked loss and chunked MLPs as well")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one round of few steps: a look, not a measurement")

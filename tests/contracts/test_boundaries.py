@@ -28,6 +28,7 @@ FREE_OF_TORCH = (
     "recollect._core.held",
     "recollect._core.levers",
     "recollect._core.numbers",
+    "recollect._core.pace",
     "recollect._core.plan_text",
     "recollect._core.profile_text",
     "recollect._core.profiles",

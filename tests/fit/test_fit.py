@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect._fit.run import Runner
 from tests.models import GPT
 
 pytest.importorskip("scipy")
@@ -83,3 +84,25 @@ def test_wrong_arguments_are_refused() -> None:
         recollect.fit(lambda x: x, TOKENS, budget="min")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give one of step= and loss="):
         recollect.fit(make(), TOKENS, budget="min", step=print, loss=torch.sum)
+
+
+def test_before_nothing_is_left_the_plan_with_the_smallest_peak_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    smallest = recollect.plan(recollect.profile(model, TOKENS), budget="min")
+    measure, seen = Runner.measure, []
+
+    def mispredict(self: Runner) -> tuple[int | None, float | None]:
+        peak, seconds = measure(self)
+        assert peak is not None
+        seen.append(peak)
+        return (peak * 3 if len(seen) == 1 else peak), seconds
+
+    monkeypatch.setattr(Runner, "measure", mispredict)
+    fitted = recollect.fit(model, TOKENS, budget=int(smallest.peak_bytes * 1.1))
+    assert fitted.tries == 2
+    assert fitted.plan.peak_bytes == smallest.peak_bytes
+    fitted.remove()
+    monkeypatch.setattr(Runner, "measure", lambda self: (10**9, 1.0))
+    with pytest.raises(recollect.BudgetError, match="a tighter one is not possible"):
+        recollect.fit(model, TOKENS, budget=int(smallest.peak_bytes * 1.1))
+    assert not any("forward" in vars(module) for module in model.modules())

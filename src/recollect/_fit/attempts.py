@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +86,30 @@ class Attempt:
             BudgetError: there is none.
         """
         return self.subject.ranks.decide(lambda: self._plan(budget))
+
+    def plan_tighter(self, budget: int, limit: int, tried: Collection[str]) -> Plan:
+        """The best plan within a budget that is below the limit; if there is none, the one with the smallest peak.
+
+        A plan that took more than was predicted says little about others: before nothing is left, that one is run.
+
+        Args:
+            budget: what to plan for.
+            limit: what the step may take.
+            tried: digests of the plans that took more.
+
+        Raises:
+            BudgetError: there is none, and the smallest was run, or is too large.
+        """
+        return self.subject.ranks.decide(lambda: self._plan_tighter(budget, limit, tried))
+
+    def _plan_tighter(self, budget: int, limit: int, tried: Collection[str]) -> Plan:
+        try:
+            return self._plan(max(budget, 1))
+        except BudgetError:
+            smallest = self._plan(SMALLEST)
+            if smallest.peak_bytes > limit or smallest.digest in tried:
+                raise
+            return smallest
 
     def keep(self, plan: Plan) -> Plan:
         """The same plan, while other processes may ask for another."""

@@ -159,7 +159,7 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
     assert plan.forecast is not None
     limit, ranks = plan.forecast.budget_bytes, attempt.subject.ranks
     wanted: int | str = budget
-    seen = Seen()
+    seen, tried = Seen(), set[str]()
     compare_gradients(attempt)
     for tries in range(1, _MOST_TRIES + 1):
         ranks.check_same("plan", plan.digest)
@@ -185,7 +185,8 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
         _log.info("recollect.fit: measured %s of %s, planning for %s", measured, limit, wanted)
-        plan = _plan_tighter(attempt, wanted, limit, measured)
+        tried.add(plan.digest)
+        plan = _plan_tighter(attempt, wanted, limit, measured, tried)
     message = (
         f"no plan that was run stayed within {format_bytes(limit or 0)}: the last one of {_MOST_TRIES} took "
         f"{'more than the device has' if measured is None else format_bytes(measured)}.\n"
@@ -194,9 +195,9 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
     raise BudgetError(message, measured or plan.peak_bytes)
 
 
-def _plan_tighter(attempt: Attempt, wanted: int, limit: int, measured: int | None) -> Plan:
+def _plan_tighter(attempt: Attempt, wanted: int, limit: int, measured: int | None, tried: set[str]) -> Plan:
     try:
-        return attempt.plan(max(wanted, 1))
+        return attempt.plan_tighter(wanted, limit, tried)
     except BudgetError as error:
         took = "memory ran out" if measured is None else f"the step took {format_bytes(measured)}"
         message = (

@@ -32,7 +32,7 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     parts = ", ".join(
         f"{category.value} {format_bytes(size)}" for category, size in list(fixed.items())[:_MOST_CATEGORIES]
     )
-    advice = "Raise the budget, or shrink the batch"
+    advice = "Raise the budget, or shrink the batch; `levers` of recollect.fit may go lower"
     if call.phase is Phase.OPTIMIZER:
         advice = "It is the optimizer's step: use one with less state or temporaries (fused=True, foreach=False)"
     elif profile.storages and _is_head(problem, smallest.peak_call):
