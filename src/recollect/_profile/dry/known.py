@@ -43,10 +43,13 @@ class KnownValues:
         self, func: Callable[..., Any], operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What an operator gives, if all that it is given is known; NotImplemented if not."""
-        given = tensors_in(args, kwargs)
         if operator.writes:
-            self._written.update((storage, None) for storage in storages_in(given))
-        if not given or operator.writes or operator.is_random or not all(map(self._is_known, given)):
+            self._written.update((storage, None) for storage in storages_in(args, kwargs))
+            return NotImplemented
+        if operator.is_random or any(isinstance(value, Tensor) and _NAME not in vars(value) for value in args):
+            return NotImplemented  # the usual case
+        given = tensors_in(args, kwargs)
+        if not given or not all(map(self._is_known, given)):
             return NotImplemented
         leaves, spec = flatten([args, kwargs])
         real = [getattr(leaf, _NAME) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
