@@ -1,0 +1,138 @@
+"""The lanes of a device, on streams and events that only note what they are told."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from recollect._core.torch_private.streams import stream_reader
+from recollect._offload import streams
+from recollect._offload.streams import Copy, DeviceLanes
+
+DEVICE = torch.device("cpu")
+
+
+class NotedStream:
+    """A stream that notes what it waits for; `inside` holds those that are current."""
+
+    inside: list["NotedStream"] = []  # noqa: RUF012 (emptied by each test)
+
+    def __init__(self, device: torch.device) -> None:
+        self.waited: list[tuple[str, int]] = []
+        self.marks = 0
+
+    def __enter__(self) -> None:
+        self.inside.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.inside.pop()
+
+    def wait_event(self, event: "NotedEvent") -> None:
+        assert event.at is not None
+        self.waited.append(event.at)
+
+
+class NotedEvent:
+    """An event that knows which point of which stream it was recorded at last."""
+
+    made = 0
+
+    def __init__(self, device: torch.device, *, enable_timing: bool = False) -> None:
+        type(self).made += 1
+        self.is_timed, self.at = enable_timing, None
+
+    at: Any
+
+    def record(self, stream: NotedStream) -> None:
+        stream.marks += 1
+        self.at = (stream, stream.marks)
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceLanes]:
+    computing = NotedStream(DEVICE)
+    monkeypatch.setattr(torch, "Stream", NotedStream)
+    monkeypatch.setattr(torch, "Event", NotedEvent)
+    monkeypatch.setattr(streams, "stream_reader", lambda device: lambda: computing)
+    NotedEvent.made = 0
+    NotedStream.inside.clear()
+    yield DeviceLanes(DEVICE)
+    assert NotedStream.inside == []
+
+
+def make_copy(lanes: DeviceLanes, *after: Any, times: Any = None) -> Copy:
+    return Copy(torch.zeros(4), torch.arange(4.0), lanes.current(), after, times)
+
+
+@pytest.mark.parametrize("way", ["copy_out", "copy_back"])
+def test_copies_that_begin_together_meet_the_computing_stream_once(lanes: DeviceLanes, way: str) -> None:
+    copies = [make_copy(lanes) for _ in range(3)]
+    getattr(lanes, way)(copies)
+    lane = copies[0].end.at[0]
+    assert lane.waited == [(lanes.current(), 1)]
+    assert [copy.end.at for copy in copies] == [(lane, 1), (lane, 2), (lane, 3)]
+    assert all(torch.equal(copy.target, copy.source) for copy in copies)
+
+
+def test_a_copy_waits_for_the_marks_that_it_must_come_after(lanes: DeviceLanes) -> None:
+    first = make_copy(lanes)
+    lanes.copy_out([first])
+    second = make_copy(lanes, first.end)
+    lanes.copy_back([second])
+    assert second.end.at[0].waited == [(lanes.current(), 2), first.end.at]
+    lanes.hold(lanes.current(), second.end)
+    assert lanes.current().waited == [second.end.at]  # type: ignore[attr-defined]
+
+
+def test_events_are_used_again_and_only_ever_stand_for_later_points(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_MOST_EVENTS", 3)
+    made = NotedEvent.made
+    marks = []
+    for number in range(1, 9):
+        copy = make_copy(lanes)
+        lanes.copy_out([copy])
+        marks.append((number, copy.end))
+    assert NotedEvent.made - made == 3
+    assert all(event.at[1] >= number for number, event in marks)
+
+
+def test_the_times_of_copies_are_taken_with_events_of_their_own(lanes: DeviceLanes) -> None:
+    times: list[Any] = []
+    copies = [make_copy(lanes, times=times) for _ in range(2)]
+    lanes.copy_back(copies)
+    assert [size for size, _, _ in times] == [16, 16]
+    events = [event for _, start, end in times for event in (start, end)]
+    assert len(set(map(id, events))) == 4
+    assert all(event.is_timed for event in events)
+
+
+def test_what_passes_through_a_codec_does_so_on_the_lane(lanes: DeviceLanes) -> None:
+    seen: list[int] = []
+
+    def double(data: torch.Tensor) -> torch.Tensor:
+        seen.append(len(NotedStream.inside))
+        return data * 2
+
+    for way in (lanes.copy_out, lanes.copy_back):
+        copy = Copy(torch.zeros(4), torch.arange(4.0), lanes.current(), (), None, double)
+        way([copy])
+        assert torch.equal(copy.target, 2 * copy.source)
+    assert seen == [1, 1]
+
+
+def test_a_stream_is_the_same_object_whenever_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = 7
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handle, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: object())
+    read = stream_reader(torch.device("cuda", 0))
+    first = read()
+    assert read() is first
+    handle = 8
+    second = read()
+    assert second is not first
+    assert read() is second
+    handle = 7
+    assert read() is first
