@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 LINK_SHARE = 0.92
@@ -21,9 +21,9 @@ _SLACK = 0.03  # of backward's time: how much earlier a value is to be back, at 
 
 _AT_ONCE = 0.05  # of backward: later values are sent also over a link so slow that they come late
 
-_SLOWER = (
-    1.08  # how much longer than foreseen the ways back are taken to be: one that follows another comes later still
-)
+_TOGETHER = 2**20  # bytes of small values that are let go or fetched at one place
+
+_SLOWER = 1.08  # how much longer than foreseen ways back are taken to be: one after the other, that adds up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +111,37 @@ def make_timetable(
         when_s = end_s if waits else made_s[0] + _LATE * (end_s - made_s[0])
         at = min(max(bisect.bisect_left(made_s, when_s), number), len(values) - 1)
         releases.setdefault(at, []).append(number)
+    sizes, least = [value.bytes for value in values], min(_TOGETHER, in_flight // 16)
     return Timetable(
         sends=tuple(number in gone_s for number in range(len(values))),
-        releases=releases,
+        releases=_gather(releases, range(len(values)), sizes, least),
         order=order,
-        fetches=fetches,
+        fetches={
+            at: numbers[::-1] for at, numbers in _gather(fetches, [*uses.numbers[::-1], -1], sizes, least).items()
+        },
         sent_bytes=sum(values[number].bytes for number in gone_s),
     )
+
+
+def _gather(
+    points: dict[int, list[int]], places: Iterable[int], sizes: Sequence[int], least: int
+) -> dict[int, list[int]]:
+    """Do small things together, at the last of their places: each place of a step costs the host its time."""
+    gathered: dict[int, list[int]] = {}
+    waiting: list[int] = []
+    last, total = None, 0
+    for place in places:
+        numbers = points.get(place)
+        if numbers is None:
+            continue
+        waiting += numbers
+        last, total = place, total + sum(sizes[number] for number in numbers)
+        if total >= least:
+            gathered[place] = waiting
+            waiting, total = [], 0
+    if last is not None and waiting:
+        gathered.setdefault(last, []).extend(waiting)
+    return gathered
 
 
 def _send_hidden(
@@ -212,7 +236,10 @@ class _Uses:
 def _plan_fetches(
     values: Sequence[SeenValue], speeds: Speeds, gone_s: dict[int, float], uses: _Uses
 ) -> tuple[dict[int, list[int]], tuple[int, ...]]:
-    """At whose use each value's way back begins: as late as it can, all that must come before others' included."""
+    """At whose use each value's way back begins: as late as it can, all that must come before others' included.
+
+    At each place the last one first; and in which order they are used.
+    """
     fetches: dict[int, list[int]] = {}
     next_s = float("inf")
     for used_s, number in zip(reversed(uses.times_s), reversed(uses.numbers), strict=True):
@@ -222,6 +249,4 @@ def _plan_fetches(
         next_s = min(uses.begin_s(used_s, copy_s), next_s - _SLOWER * copy_s)
         at = uses.last_before(max(next_s, gone_s[number]))
         fetches.setdefault(-1 if at < 0 else uses.numbers[at], []).append(number)
-    for waiting in fetches.values():
-        waiting.reverse()
     return fetches, tuple(number for number in uses.numbers if number in gone_s)
