@@ -121,7 +121,7 @@ def test_a_small_part_of_a_large_storage_travels_alone_and_as_well_aligned() -> 
 def test_a_value_with_a_history_leaves_at_once_and_one_without_after_its_operator() -> None:
     # A region saves its input and then nothing more for a whole layer: the copy must run beside that layer.
     session, lanes = late_session()
-    made_before, mask = made(torch.ones(8)), torch.ones(8)
+    made_before, mask = made(torch.ones(2**18)), torch.ones(2**18)
     handles = [session.pack(made_before)]
     assert lanes.outs == 1
     handles.append(session.pack(mask))
@@ -131,6 +131,21 @@ def test_a_value_with_a_history_leaves_at_once_and_one_without_after_its_operato
     session.settle()
     assert lanes.outs == 2
     assert len(handles) == 2
+
+
+def test_small_values_leave_together() -> None:
+    session, lanes = late_session()
+    batches: list[int] = []
+    out = lanes.copy_out
+    lanes.copy_out = lambda copies: (batches.append(len(copies)), out(copies))  # type: ignore[assignment,method-assign,func-returns-value]
+    x = torch.randn(2**14, requires_grad=True)
+    with session:
+        y = chain(x, 20)
+    assert len(batches) <= 3
+    assert sum(batches) == lanes.outs >= 20
+    y.sum().backward()
+    (plain,) = torch.autograd.grad(chain(x, 20).sum(), x)
+    assert torch.equal(x.grad, plain)  # type: ignore[arg-type]
 
 
 def test_parts_of_a_storage_that_count_writes_apart_travel_apart() -> None:
@@ -151,11 +166,11 @@ def test_parts_of_a_storage_that_count_writes_apart_travel_apart() -> None:
 
 def test_values_that_are_let_go_together_are_waited_for_once() -> None:
     session, lanes = late_session()
-    handles = [session.pack(made(torch.ones(8))) for _ in range(3)]
+    handles = [session.pack(made(torch.ones(2**18))) for _ in range(3)]
     session.transfers.release([handle.parcel for handle in reversed(handles)])
     assert len(lanes.held) == 1
     assert all(mark.is_done for mark in lanes._out)
-    assert [float(session.unpack(handle).sum()) for handle in handles] == [8.0] * 3
+    assert [float(session.unpack(handle).sum()) for handle in handles] == [2.0**18] * 3
 
 
 def test_what_a_change_in_place_reaches_before_it_has_left_is_an_error() -> None:
@@ -378,7 +393,7 @@ def test_inputs_of_regions_leave_beside_a_region(monkeypatch: pytest.MonkeyPatch
         hold(stream, mark)
 
     for _ in range(4):
-        y = torch.randn(64, requires_grad=True) * 1
+        y = torch.randn(2**18, requires_grad=True) * 1
         with monkeypatch.context() as patches, session:
             patches.setattr(lanes, "hold", hold_in_forward)
             for _ in range(6):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from weakref import ref
 
 from recollect._core.torch_private.storages import count_holders
 from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Parcel
+from recollect._offload.prefetch import least_together
 from recollect._offload.steps import Step
 from recollect._offload.transfers import Transfers
 
@@ -18,31 +20,34 @@ class Departures:
     """The way out of a session's values. Holds all of them weakly: only graphs hold parcels.
 
     Attributes:
-        pending: values that are sent once the operator of that sequence number has run.
+        pending: small values, which are sent together, and values without history, which are sent once the operator of
+            that sequence number has run.
         waiting: values that are sent once nobody else holds them.
     """
 
-    __slots__ = ("_begun", "_in_flight", "_transfers", "_waits", "pending", "waiting")
+    __slots__ = ("_begun", "_in_flight", "_pending_bytes", "_together", "_transfers", "_waits", "pending", "waiting")
 
     def __init__(self, options: SessionOptions, transfers: Transfers) -> None:
         self._in_flight, self._waits, self._transfers = options.in_flight, options.waits, transfers
+        self._together = least_together(options.in_flight)
         self._begun = 0  # copies, when the last value was seen
-        self.pending: deque[tuple[ref[Parcel], int]] = deque()
+        self.pending: deque[tuple[ref[Parcel], int | None]] = deque()
+        self._pending_bytes = 0
         self.waiting: list[ref[Parcel]] = []
 
     def begin(self, step: Step, parcel: Parcel, sequence: int | None) -> None:
         """A new value: send it, keep it, or let it wait for the operator of that sequence number to run.
 
         Operators may write into what they have saved, RReLU into its noise; but not into values with a history, which
-        other operators made. Those leave at once (`sequence` is None).
+        other operators made. Those leave at once (`sequence` is None), unless they are small.
         """
-        number = parcel.number
-        sends = step.sends
+        number, sends, size = parcel.number, step.sends, parcel.kind.size
         if sends[number] if sends is not None else self._sends(step, parcel):
-            if sequence is None:
-                self._send(parcel)
+            if sequence is None and size >= self._together:
+                self._send((parcel,))
             else:
                 self.pending.append((step.parcels[number], sequence))
+                self._pending_bytes += size
         else:
             parcel.stays = True
             self._transfers.accounts.stayed_bytes += parcel.kind.size
@@ -58,29 +63,47 @@ class Departures:
         self.release_done(step)
         return self._transfers.leaving_bytes + parcel.kind.size <= self._in_flight
 
-    def flush(self, sequence: int | None) -> None:
-        """Send what waits, except what the operator of that sequence number is saving just now."""
-        while self.pending and self.pending[0][1] != sequence:
-            one = self.pending.popleft()[0]
+    def flush(self, sequence: int) -> None:
+        """Send what waits, if it is worth a copy, except what the operator of that sequence number is saving now."""
+        if self._pending_bytes >= self._together:
+            self._flush(sequence)
+        if self.waiting:
+            self._send_unheld()
+
+    def settle(self) -> None:
+        """Send all that waits: no operator is running."""
+        self._flush(None)
+        if self.waiting:
+            self._send_unheld()
+
+    def _flush(self, sequence: int | None) -> None:
+        pending, ready = self.pending, []
+        while pending and (sequence is None or pending[0][1] != sequence):
+            one = pending.popleft()[0]
             parcel = one()
             if parcel is None:
                 continue
             if parcel.step.sends is None and _may_be_held(parcel):
                 self.waiting.append(one)
             else:
-                self._send(parcel)
-        if self.waiting:
-            waiting, self.waiting = self.waiting, []
-            for one in waiting:
-                parcel = one()
-                if parcel is not None and _may_be_held(parcel):
-                    self.waiting.append(one)
-                elif parcel is not None:
-                    self._send(parcel)
+                ready.append(parcel)
+        self._pending_bytes = sum(parcel.kind.size for one, _ in pending if (parcel := one()) is not None)
+        self._send(ready)
+
+    def _send_unheld(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        ready = []
+        for one in waiting:
+            parcel = one()
+            if parcel is not None and _may_be_held(parcel):
+                self.waiting.append(one)
+            elif parcel is not None:
+                ready.append(parcel)
+        self._send(ready)
 
     def finish(self) -> None:
         """Forward is over: what somebody still holds is a buffer, an input, or the like, and stays."""
-        self.flush(None)
+        self.settle()
         waiting, self.waiting = self.waiting, []
         for one in waiting:
             parcel = one()
@@ -89,15 +112,16 @@ class Departures:
                 parcel.step.held.add(parcel.number)
                 self._transfers.accounts.stayed_bytes += parcel.kind.size
 
-    def _send(self, parcel: Parcel) -> None:
-        self._transfers.send(parcel)
-        if parcel.is_leaving:
-            step = parcel.step
-            step.leaving.append(parcel.number)
-            if self._waits and self._transfers.leaving_bytes > self._in_flight:
-                self._keep_in_flight(step)
-        elif parcel.stays:
-            self._transfers.accounts.stayed_bytes += parcel.kind.size
+    def _send(self, parcels: Sequence[Parcel]) -> None:
+        transfers = self._transfers
+        transfers.send(parcels)
+        for parcel in parcels:
+            if parcel.is_leaving:
+                parcel.step.leaving.append(parcel.number)
+            elif parcel.stays:
+                transfers.accounts.stayed_bytes += parcel.kind.size
+        if self._waits and parcels and transfers.leaving_bytes > self._in_flight:
+            self._keep_in_flight(parcels[-1].step)
 
     def _keep_in_flight(self, step: Step) -> None:
         """Wait for the oldest copies while too many are on their way."""

@@ -42,6 +42,7 @@ class Parcel:
         is_changed: somebody wrote into it before it had left.
         stays: it is not sent.
         is_leaving: it is on its way out, and `alias` holds the memory meanwhile.
+        goes_on: `buffer` is a stage on its way to a slower tier.
         is_flying: it is on its way back, or there, and has not been asked for.
         lanes: those of its device; None if it is in host memory by nature.
         stream: the one that computed when it was saved; later the one to whose memory it came back.
@@ -56,7 +57,7 @@ class Parcel:
         step: what it is part of; `number` says which.
     """
 
-    is_constant = is_changed = stays = is_leaving = is_flying = False
+    is_constant = is_changed = stays = is_leaving = is_flying = goes_on = False
     users = asked = turn = 0
     pass_id = -1
     out: Any = None

@@ -21,7 +21,8 @@ _SLACK = 0.03  # of backward's time: how much earlier a value is to be back, at 
 
 _AT_ONCE = 0.05  # of backward: later values are sent also over a link so slow that they come late
 
-_TOGETHER = 2**20  # bytes of small values that are let go or fetched at one place
+TOGETHER = 2**20
+"""Bytes of small values that are sent, let go or fetched together: each copy and each wait costs the host its time."""
 
 _SLOWER = 1.08  # how much longer than foreseen ways back are taken to be: one after the other, that adds up
 
@@ -111,7 +112,7 @@ def make_timetable(
         when_s = end_s if waits else made_s[0] + _LATE * (end_s - made_s[0])
         at = min(max(bisect.bisect_left(made_s, when_s), number), len(values) - 1)
         releases.setdefault(at, []).append(number)
-    sizes, least = [value.bytes for value in values], min(_TOGETHER, in_flight // 16)
+    sizes, least = [value.bytes for value in values], least_together(in_flight)
     return Timetable(
         sends=tuple(number in gone_s for number in range(len(values))),
         releases=_gather(releases, range(len(values)), sizes, least),
@@ -121,6 +122,11 @@ def make_timetable(
         },
         sent_bytes=sum(values[number].bytes for number in gone_s),
     )
+
+
+def least_together(in_flight: int) -> int:
+    """Bytes from which on it is worth doing something, with so many at most on their way."""
+    return min(TOGETHER, in_flight // 16)
 
 
 def _gather(

@@ -85,7 +85,7 @@ class Session:
     def settle(self) -> None:
         """Begin the way out of all that was packed: the operators that saved it have run."""
         with self._lock, unseen():
-            self._departures.flush(None)
+            self._departures.settle()
         self._tell()
 
     def pack(self, tensor: Tensor) -> Any:

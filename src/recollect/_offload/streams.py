@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.torch_private.streams import stream_reader
+from recollect._offload.prefetch import TOGETHER
 
 _MOST_EVENTS = 1024  # of a lane: while more copies are on their way, waits are longer than they need be
 
@@ -99,27 +100,42 @@ class DeviceLanes:
 
     def copy_out(self, copies: Sequence[Copy]) -> None:
         """Copy to the host, on a stream of its own."""
-        lane = self._meet(self._out, copies)
-        with lane.stream:
-            for copy in copies:
-                start = copy.times is not None and self.clock.mark(lane.stream)
-                source = copy.source if copy.through is None else copy.through(copy.source)
-                copy.target.copy_(source, non_blocking=True)
-                copy.end = self._end(lane, copy, start)
+        self._copy(self._out, copies, is_out=True)
 
     def copy_back(self, copies: Sequence[Copy]) -> None:
         """Copy to the device, on a stream of its own. The targets are of the computing stream's memory."""
-        lane = self._meet(self._back, copies)
-        with lane.stream:
-            for copy in copies:
-                start = copy.times is not None and self.clock.mark(lane.stream)
-                if copy.through is None:
-                    copy.target.copy_(copy.source, non_blocking=True)
-                else:
-                    copy.target.copy_(copy.through(copy.source.to(self._device, non_blocking=True)))
-                copy.end = self._end(lane, copy, start)
+        self._copy(self._back, copies, is_out=False)
 
-    def _meet(self, lane: _Lane, copies: Sequence[Copy]) -> _Lane:
+    def _copy(self, lane: _Lane, copies: Sequence[Copy], *, is_out: bool) -> None:
+        self._meet(lane, copies)
+        unmarked: list[Copy] = []  # small ones have one event together
+        with lane.stream:
+            try:
+                for copy in copies:
+                    start = copy.times is not None and self.clock.mark(lane.stream)
+                    self._move(copy, is_out=is_out)
+                    if copy.times is not None:
+                        copy.end = self.clock.mark(lane.stream)
+                        copy.times.append((copy.target.nbytes, start, copy.end))
+                        continue
+                    unmarked.append(copy)
+                    if copy.target.nbytes >= TOGETHER:
+                        lane.mark(unmarked)
+                        unmarked = []
+            finally:
+                if unmarked:
+                    lane.mark(unmarked)
+
+    def _move(self, copy: Copy, *, is_out: bool) -> None:
+        target, source, through = copy.target, copy.source, copy.through
+        if through is None:
+            target.copy_(source, non_blocking=True)
+        elif is_out:
+            target.copy_(through(source), non_blocking=True)
+        else:
+            target.copy_(through(source.to(self._device, non_blocking=True)))
+
+    def _meet(self, lane: _Lane, copies: Sequence[Copy]) -> None:
         """Let a lane wait for what its copies must come after."""
         met: Any = None
         for copy in copies:
@@ -129,14 +145,6 @@ class DeviceLanes:
                 lane.stream.wait_event(self._here)
             for mark in copy.after:
                 lane.stream.wait_event(mark)
-        return lane
-
-    def _end(self, lane: _Lane, copy: Copy, start: Mark) -> Mark:
-        if copy.times is None:
-            return lane.mark()
-        end = self.clock.mark(lane.stream)
-        copy.times.append((copy.target.nbytes, start, end))
-        return end
 
     def hold(self, stream: Any, mark: Mark) -> None:
         """Let a stream wait for a mark."""
@@ -161,14 +169,16 @@ class _Lane:
         self._events: list[torch.Event] = []
         self._next = 0
 
-    def mark(self) -> torch.Event:
+    def mark(self, copies: Sequence[Copy]) -> None:
+        """The end of copies."""
         at = self._next
         if at == len(self._events):
             self._events.append(torch.Event(self._device))
         event = self._events[at]
         event.record(self.stream)
         self._next = (at + 1) % _MOST_EVENTS
-        return event
+        for copy in copies:
+            copy.end = event
 
 
 class Clock(Protocol):

@@ -98,83 +98,111 @@ class Transfers:
 
     # Out.
 
-    def send(self, parcel: Parcel) -> None:
-        """Begin the way out. A value for which there is no room stays."""
-        alias, kind, accounts = parcel.alias, parcel.kind, self.accounts
-        if alias is None:
-            return
-        if alias._version != parcel.version:  # noqa: SLF001
-            parcel.is_changed, parcel.alias = True, None
-            return
-        try:
-            has_left = self._send_from_host(parcel, alias) if parcel.lanes is None else self._copy_out(parcel, alias)
-        except RuntimeError as error:
-            parcel.stays = True
-            raise OffloadError(self._describe(parcel, "could not be copied out", error)) from error
-        if has_left:
-            accounts.values += 1
-            accounts.out_bytes += kind.travel_bytes
+    def send(self, parcels: Sequence[Parcel]) -> None:
+        """Begin the way out. Values for which there is no room stay."""
+        leaving: list[Parcel] = []
+        copies: list[Copy] = []
+        for parcel in parcels:
+            alias = parcel.alias
+            if alias is None:
+                continue
+            if alias._version != parcel.version:  # noqa: SLF001
+                parcel.is_changed, parcel.alias = True, None
+                continue
+            if parcel.lanes is None:
+                self._send_from_host(parcel, alias)
+                continue
+            copy = self._make_copy_out(parcel, alias)
+            if copy is None:
+                continue
+            if leaving and leaving[-1].lanes is not parcel.lanes:
+                self._copy_out(leaving, copies)
+                leaving, copies = [], []
+            leaving.append(parcel)
+            copies.append(copy)
+        if leaving:
+            self._copy_out(leaving, copies)
 
-    def _copy_out(self, parcel: Parcel, alias: Tensor) -> bool:
-        """From a device to the host; says whether there is room."""
-        kind, accounts, workers = parcel.kind, self.accounts, None
+    def _make_copy_out(self, parcel: Parcel, alias: Tensor) -> Copy | None:
+        """From a device to the host; None if there is no room."""
+        kind, accounts = parcel.kind, self.accounts
         buffer = None if self.host is None else self.host.pool.take(kind.travel_bytes)
         if buffer is None:
-            workers = self._workers
-            if workers is None:
+            if self._workers is None:
                 self._stays_for_lack(parcel)
-                return False
-            buffer = workers.take_staging(kind.travel_bytes, accounts)
+                return None
+            buffer = self._workers.take_staging(kind.travel_bytes, accounts)
+            parcel.goes_on = True
+        parcel.buffer = buffer
         if kind.is_dense:
-            copy = Copy(buffer.shaped(kind), alias, parcel.stream, buffer.busy, accounts.out_times)
-        else:
-            flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
-            through = None if kind.codec is None else kind.codec.encode
-            copy = Copy(buffer.bytes, flat, parcel.stream, buffer.busy, accounts.out_times, through)
-        try:
-            parcel.lanes.copy_out((copy,))  # type: ignore[union-attr]
-        except BaseException:
-            buffer.give_back()
-            raise
-        parcel.out, parcel.buffer = copy.end, buffer
-        parcel.turn = self.turn = self.turn + 1
-        self._begin_leaving(parcel, alias)
-        if workers is not None:
-            workers.write(parcel, buffer.bytes, parcel.out, buffer, accounts)
-        return True
-
-    def _send_from_host(self, parcel: Parcel, alias: Tensor) -> bool:
-        """What is in host memory by nature; says whether there is room elsewhere."""
-        kind = parcel.kind
+            return Copy(buffer.shaped(kind), alias, parcel.stream, buffer.busy, accounts.out_times)
         flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
-        if kind.codec is not None:
-            flat = kind.codec.encode(flat)
-        if self._workers is not None:
-            self._begin_leaving(parcel, alias)
-            self._workers.write(parcel, flat, None, None, self.accounts)
-            return True
-        assert self.host is not None
-        if not self.copies_host:
+        through = None if kind.codec is None else kind.codec.encode
+        return Copy(buffer.bytes, flat, parcel.stream, buffer.busy, accounts.out_times, through)
+
+    def _copy_out(self, parcels: Sequence[Parcel], copies: Sequence[Copy]) -> None:
+        """All from one device."""
+        failure: BaseException | None = None
+        try:
+            parcels[0].lanes.copy_out(copies)  # type: ignore[union-attr]
+        except BaseException as error:
+            failure = error
+        failed: Parcel | None = None
+        for parcel, copy in zip(parcels, copies, strict=True):
+            buffer = parcel.buffer
+            assert buffer is not None
+            if copy.end is None:
+                parcel.buffer, parcel.stays = None, True
+                buffer.give_back()
+                failed = failed or parcel
+                continue
+            parcel.out = copy.end
+            parcel.turn = self.turn = self.turn + 1
+            self._begin_leaving(parcel)
+            if parcel.goes_on and self._workers is not None:
+                self._workers.write(parcel, buffer.bytes, parcel.out, buffer, self.accounts)
+        if failure is not None:
+            if failed is None or not isinstance(failure, RuntimeError):
+                raise failure
+            raise OffloadError(self._describe(failed, "could not be copied out", failure)) from failure
+
+    def _send_from_host(self, parcel: Parcel, alias: Tensor) -> None:
+        """What is in host memory by nature."""
+        kind = parcel.kind
+        if self._workers is None and not self.copies_host:
             parcel.stays = True
             self.notices.add(
                 "host",
                 "values that are in host memory already stay where they are: sending them to the host tier would free "
                 "nothing.\nOn a machine without an accelerator use the disk tier: recollect.offload(tier='disk').",
             )
-            return False
+            return
+        flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
+        if kind.codec is not None:
+            flat = kind.codec.encode(flat)
+        if self._workers is not None:
+            self._begin_leaving(parcel)
+            self._workers.write(parcel, flat, None, None, self.accounts)
+            return
+        assert self.host is not None
         try:
             parcel.buffer = self.host.write(flat)
         except TierFullError:
             self._stays_for_lack(parcel)
-            return False
+            return
+        self._count_out(kind)
         parcel.alias = None
-        return True
 
-    def _begin_leaving(self, parcel: Parcel, alias: Tensor) -> None:
+    def _begin_leaving(self, parcel: Parcel) -> None:
         parcel.is_leaving = True
         self._leaving_bytes += parcel.kind.size
-        if listeners.present:
-            self._tell(Move.LEAVES, parcel, alias.untyped_storage())
+        self._count_out(parcel.kind)
+        if listeners.present and parcel.alias is not None:
+            self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
+
+    def _count_out(self, kind: Kind) -> None:
+        self.accounts.values += 1
+        self.accounts.out_bytes += kind.travel_bytes
 
     def release(self, parcels: Sequence[Parcel]) -> None:
         """Let go of the memory of values that are on their way out; what comes after them waits for the copies."""
