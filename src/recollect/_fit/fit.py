@@ -214,4 +214,5 @@ def _write_measured(
     forecast = replace(
         plan.forecast, measured_peak_bytes=measured, measured_step_s=seconds, budget=str(text), budget_bytes=limit
     )
-    return replace(plan, forecast=forecast)
+    asked_for, _, _ = plan.name.rpartition(" within ")  # a tightened plan is still one for the budget
+    return replace(plan, forecast=forecast, name=f"{asked_for} within {text}" if asked_for else plan.name)
