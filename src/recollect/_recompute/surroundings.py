@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -25,24 +26,30 @@ from recollect._recompute.rng import RngState, Source, put_back
 T = TypeVar("T")
 
 
-def _collections_in(context: contextvars.Context) -> list[tuple[contextvars.ContextVar[Any], Any]]:
-    """The variables in which user code may collect something, and their values.
+Variable = contextvars.ContextVar[Any]
 
-    In those whose names begin so, torch keeps its settings (2.13, once Inductor ran): hundreds, in dicts.
+
+def _find_collecting(context: contextvars.Context) -> list[Variable]:
+    """The variables in which user code may collect something.
+
+    In those whose names begin so, torch keeps its settings (2.13, once Inductor ran): hundreds, in dicts. It adds one
+    for each time that a setting was patched, so that nothing here may take Python's time for each.
     """
-    return [
-        pair for pair in context.items() if isinstance(pair[1], COLLECTIONS) and not pair[0].name.startswith("torch.")
-    ]
+    kinds = {kind for kind in set(map(type, context.values())) if issubclass(kind, COLLECTIONS)}
+    if not kinds:
+        return []
+    found = compress(context, map(kinds.__contains__, map(type, context.values())))
+    return [variable for variable in found if not variable.name.startswith("torch.")]
 
 
-def _copy_collections(context: contextvars.Context, found: list[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+def _copy_collections(context: contextvars.Context, variables: list[Variable]) -> None:
     """Let variables of a context hold copies of their collections.
 
     What user code collects in one of them (hooks that record outputs do) it must not collect twice, and what it
     collects while recomputing must not live longer than the recomputation.
     """
-    for variable, value in found:
-        context.run(variable.set, copy_collections(value))
+    for variable in variables:
+        context.run(variable.set, copy_collections(context[variable]))
 
 
 class Surroundings:
@@ -52,7 +59,7 @@ class Surroundings:
         is_captured: whether forward must run under something, because a CUDA graph is being captured.
     """
 
-    __slots__ = ("_ambient", "_collects", "_context", "_objects", "_rng", "is_captured", "modules", "region")
+    __slots__ = ("_ambient", "_collecting", "_context", "_objects", "_rng", "is_captured", "modules", "region")
 
     def __init__(
         self,
@@ -71,10 +78,8 @@ class Surroundings:
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
         context = self._context = contextvars.copy_context()
-        found = _collections_in(context)
-        self._collects = bool(found)
-        if found:
-            _copy_collections(context, found)
+        self._collecting = _find_collecting(context)
+        _copy_collections(context, self._collecting)
         changing = [item for item in arguments.objects if may_change(item)] if arguments.objects else None
         self._objects = ObjectState(changing) if changing else None
 
@@ -117,8 +122,7 @@ class Surroundings:
             ChangedInputError: it reads a parameter or buffer that was changed in place since.
         """
         context = self._context.copy()
-        if self._collects:
-            _copy_collections(context, _collections_in(context))
+        _copy_collections(context, self._collecting)
         return context.run(self._rerun, body, args)
 
     def _rerun(self, body: Callable[..., T], args: tuple[Any, ...]) -> T:
