@@ -13,7 +13,7 @@ from recollect._bench import reach
 from recollect._bench.cases import SCALES, Case, Scale
 from recollect._bench.cell import Arena, Request, measure
 from recollect._bench.contenders import list_contenders
-from recollect._bench.names import MODELS, SIZES
+from recollect._bench.names import MODELS, SIZES, WITH_LENGTH
 from recollect._bench.results import Figure
 from tests.bench.figures import CELL
 
@@ -46,6 +46,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_model_has_both_sizes_for_both_kinds_of_device() -> None:
     assert set(SCALES) == {(kind, model, size) for kind in ("cpu", "cuda") for model in MODELS for size in SIZES}
+    assert {model for (_, model, _), scale in SCALES.items() if "length" in scale.grows} == set(WITH_LENGTH)
 
 
 def test_another_model_of_an_arena_has_the_same_parameters_and_buffers() -> None:

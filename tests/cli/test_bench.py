@@ -88,6 +88,7 @@ def test_a_page_is_made_of_what_was_measured(invoke: Invoke, asked: list[Any], f
         (("--mode", "lazy"), "--mode lazy: expected eager, compiled, or both"),
         (("--largest", "width"), "--largest width: expected batch or length"),
         (("--largest", "batch"), "--largest needs --budget"),
+        (("ViT", "--largest", "length", "--budget", "1GiB"), "--largest length: expected some of Llama, GPT, MoE"),
         (("--largest", "batch", "--budget", "lots"), "--budget: size 'lots'"),
         (("--device", "tpu"), "--device tpu: expected cpu or cuda"),
         (("--results", "x.txt"), "x.txt: the ending of a file says what to write"),

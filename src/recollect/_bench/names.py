@@ -5,3 +5,5 @@ MODELS = ("Llama", "ResNet", "GPT", "MoE", "ViT", "U-Net")
 TITLES = {"MoE": "Mixtral-like", "ResNet": "ResNet-50"}
 SIZES = ("small", "large")
 MODES = ("eager", "compiled")
+WITH_LENGTH = ("Llama", "GPT", "MoE")
+"""Those whose inputs have a length; of the others only the batch can grow."""

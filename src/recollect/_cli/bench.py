@@ -8,7 +8,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from recollect._bench.names import MODELS, MODES, SIZES
+from recollect._bench.names import MODELS, MODES, SIZES, WITH_LENGTH
 from recollect._cli.arguments import QuietOption
 from recollect._cli.endings import FAILED, loading
 from recollect._cli.report import check_path
@@ -82,6 +82,9 @@ def bench(
     budget_bytes = _read_largest(largest, budget)
     if largest is not None:
         modes = [f"largest {largest}"]
+        chosen = [model for model in chosen if largest == "batch" or model in WITH_LENGTH]
+        if not chosen:
+            fail(f"--largest length: expected some of {', '.join(WITH_LENGTH)}, whose inputs have a length")
     cells = list_cells(chosen, sizes, modes, device=name, torch=str(torch.__version__), commit=find_commit())
     if quick:
         rounds, repeats = 2, 2
