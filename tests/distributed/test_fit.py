@@ -1,5 +1,6 @@
 """fit among several processes: one plan for all of a model, made by the first and agreed on; one for each stage."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from recollect._core.calls import Category
+from recollect._core.levers import PlannedLever
 from recollect._fit.ranks import Ranks as Peers
 from tests.distributed.launch import Ranks
 
@@ -91,6 +94,59 @@ def test_stages_of_a_pipeline_have_plans_of_their_own(ranks: Ranks) -> None:
     (first, _), (second, _) = ranks.run(fit_stages)
     assert first
     assert first != second
+
+
+class Headed(nn.Module):
+    """A head that is larger than the rest; gives logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = make("none", depth=2), nn.Linear(WIDTH, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+def classify(logits: Tensor) -> Tensor:
+    return cross_entropy(logits, torch.arange(256) % 512)
+
+
+def use_levers(engine: str) -> list[str]:
+    """Levers are used where parameters are whole; where they are sharded, nothing is, even by a plan made by hand."""
+    torch.manual_seed(0)
+    whole, x = Headed(), batch()
+    twin = copy.deepcopy(whole)
+    model: Any = DistributedDataParallel(twin) if engine == "ddp" else fully_shard(twin)
+    classify(whole(x)).backward()
+    expected = []
+    for parameter in whole.parameters():
+        assert parameter.grad is not None
+        distributed.all_reduce(parameter.grad)
+        expected.append(parameter.grad / distributed.get_world_size())
+    levers = {"chunked_loss"}
+    seen = recollect.profile(model, x, loss=classify)
+    smallest = [recollect.plan(seen, budget="min").peak_bytes]
+    distributed.broadcast_object_list(smallest)
+    used = []
+    if engine == "ddp":
+        fitted = recollect.fit(model, x, loss=classify, budget=int(smallest[0] * 0.9), levers=levers)
+        used = [lever.name for lever in fitted.plan.levers]
+    else:
+        lever = PlannedLever(name="chunked_loss", paths=("head",))
+        with pytest.raises(ValueError, match="cannot be used on 'head': its parameters are spread over processes"):
+            recollect.apply(model, recollect.Plan(levers=(lever,)))
+    model.zero_grad()
+    classify(model(x)).backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        found: Any = parameter.grad
+        torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, grad)
+    return used
+
+
+def test_levers_are_used_where_parameters_are_whole(ranks: Ranks) -> None:
+    assert ranks.run(use_levers, "ddp") == [["chunked_loss"], ["chunked_loss"]]
+    assert ranks.run(use_levers, "fsdp2") == [[], []]
 
 
 def refuse() -> None:

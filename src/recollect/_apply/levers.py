@@ -13,6 +13,7 @@ from recollect._apply.instance_forward import InstanceForward
 from recollect._apply.targets import Target, by_name
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, PlannedLever
 from recollect._core.sharded import is_gathered, is_sharded
+from recollect._core.torch_private.sharding import is_managed
 from recollect._levers.chunked_forward import call_in_chunks
 from recollect._levers.lazy_logits import LazyLogits
 
@@ -38,6 +39,7 @@ class LazyHead(InstanceForward):
             or not (module.training and torch.is_grad_enabled())
             or not isinstance(hidden, Tensor)
             or is_sharded(weight)
+            or is_managed(vars(module))  # FSDP finds the graph by the tensors that a module returns
         ):
             return self.__wrapped__(*args, **kwargs)
         bias: Any = module.bias
@@ -93,8 +95,8 @@ def make_levers(targets: Sequence[Target], levers: Sequence[PlannedLever]) -> It
 
 def why_not(lever: str, module: nn.Module) -> str:
     """Why a lever cannot be used on a module; empty if it can, as far as its class tells."""
-    if any(map(is_gathered, module.modules())):
-        return "FSDP shards it by itself, and frees its parameters once it has run. Shard what is around it"
+    if any(map(is_gathered, module.modules())) or any(map(is_sharded, module.parameters())):
+        return "its parameters are spread over processes"
     if lever == CHUNKED_LOSS and type(module).forward is not nn.Linear.forward:
         return f"a {type(module).__name__} is no torch.nn.Linear"
     return ""

@@ -18,7 +18,6 @@ from recollect._core.calls import Phase
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, LEVERS, MICRO_BATCHES, PlannedLever
 from recollect._core.patterns import compile_pattern
 from recollect._core.profiles import Profile
-from recollect._core.sharded import is_sharded
 from recollect._inspect.surroundings import list_generators
 from recollect._levers.chunked_forward import TOKENS, call_in_chunks
 from recollect._recompute.rng import put_back
@@ -191,8 +190,6 @@ def _compare(module: nn.Module, given: tuple[torch.Size, torch.dtype, torch.devi
     shape, dtype, device = given
     if not dtype.is_floating_point:
         return f"its input is {dtype}"
-    if any(map(is_sharded, module.parameters())):
-        return "its parameters are spread over processes"
     rows = [min(size, _TRIED_ROWS) for size in shape[:TOKENS]]
     states = [(source, source.read()) for source in list_generators()]
     modes = [(part, part.training) for part in module.modules()]

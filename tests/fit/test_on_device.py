@@ -1,0 +1,115 @@
+"""fit and levers on a device: the allocator's peak within the budget, half precision, batches from the host."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import recollect
+from tests.models import Block
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("scipy")
+
+WORDS, WIDTH = 8192, 256
+
+
+class Net(nn.Module):
+    """Blocks, and a head larger than they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH, 0.0) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def lose(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
+
+
+def make() -> tuple[Net, Tensor]:
+    tokens = torch.randint(0, WORDS, (4, 512), generator=torch.Generator().manual_seed(0))
+    return Net().cuda().bfloat16(), tokens  # the batch is on the host, as loaders have it
+
+
+def run(model: nn.Module, tokens: Tensor) -> tuple[float, list[Tensor], int]:
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    loss = lose(model(tokens), tokens)
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return loss.item(), grads, peak
+
+
+def test_a_fitted_model_stays_within_its_budget_on_the_device() -> None:
+    model, tokens = make()
+    here = tokens.cuda()
+    run(model, here)
+    loss, grads, peak = run(model, here)
+    held = torch.cuda.memory_allocated() - sum(grad.nbytes for grad in grads)
+    budget = held + int((peak - held) * 0.8)
+    with recollect.fit(model, (tokens, tokens), loss=lose, budget=budget) as fitted:
+        for _ in range(4):
+            found = run(model, here)
+        assert found[2] <= budget
+        assert found[0] == loss
+        assert all(torch.equal(one, other) for one, other in zip(found[1], grads, strict=True))
+        assert fitted.plan.forecast is not None
+
+
+def test_a_chunked_loss_takes_less_of_the_device_and_gives_the_same_up_to_rounding() -> None:
+    model, tokens = make()
+    here = tokens.cuda()
+    loss, grads, peak = run(model, here)
+    exact = run(copy.deepcopy(model).float(), here)[1]
+    with recollect.fit(model, (tokens, tokens), loss=lose, budget="min", levers={"chunked_loss"}) as fitted:
+        assert [lever.name for lever in fitted.plan.levers] == ["chunked_loss"]
+        for _ in range(4):
+            found = run(model, here)
+    assert found[2] < 0.8 * peak
+    assert found[0] == pytest.approx(loss, rel=1e-3)
+    for one, other, right in zip(found[1], grads, exact, strict=True):
+        scale = right.norm()
+        assert (one.float() - right).norm() <= 1.5 * (other.float() - right).norm() + 1e-2 * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_cross_entropy_on_the_device(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2048, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(WORDS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, WORDS, (2048,), device="cuda")
+    found = recollect.linear_cross_entropy(hidden, weight, targets)
+    expected = F.cross_entropy(F.linear(hidden, weight).float(), targets)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    scale = 65536.0 if dtype == torch.float16 else 1.0
+    mine = torch.autograd.grad(found * scale, (hidden, weight))
+    theirs = torch.autograd.grad(expected * scale, (hidden, weight))
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
+
+
+def test_random_numbers_of_the_device_are_the_same_in_chunks_of_backward() -> None:
+    from recollect._levers.chunked_forward import call_in_chunks
+
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.5), nn.Linear(256, 64)).cuda()
+    seen: list[Tensor] = []
+    module[2].register_forward_hook(lambda *call: seen.append(call[2].detach()))
+    tokens = torch.randn(128, 64, device="cuda", requires_grad=True)
+    call_in_chunks(module, list(module.parameters()), tokens, chunks=4).sum().backward()
+    assert len(seen) == 8
+    assert all(torch.equal(one, other) for one, other in zip(seen[:4], seen[4:], strict=True))
