@@ -1,0 +1,122 @@
+"""The longest sequence that trains within a budget: torch's full checkpointing beside `recollect.fit` with levers.
+
+    python benchmarks/longest.py --device cuda                          d2048 L16 B4 within 40 GiB, bf16, AdamW
+    python benchmarks/longest.py --dim 128 --layers 4 --budget 300MiB   small, on the CPU
+
+Lengths are multiples of 1024 (64 on the CPU). A length counts if a step stays within the budget as it runs: the
+allocator's peak on a device, live bytes on the CPU. The time per token is that of the longest of each, beside that of
+the plain step at its own longest.
+"""
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from llama_like import LlamaLike
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import recollect
+from recollect import BudgetError
+from recollect._core.units import parse_bytes
+from recollect._fit.largest import search_largest
+
+LEVERS = ("chunked_loss", "chunked_mlp")
+Way = Callable[[nn.Module, Callable[[], None], int], AbstractContextManager[object]]
+
+
+def make(options: argparse.Namespace, tokens: int) -> tuple[nn.Module, Callable[[], None]]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    model = LlamaLike(options.dim, options.layers, tokens).to(options.device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=options.device == "cuda")
+    ids = torch.randint(0, 32000, (options.batch, tokens), device=options.device)
+
+    def step() -> None:
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+@contextmanager
+def torch_full(model: nn.Module, step: Callable[[], None], budget: int) -> Iterator[None]:
+    """torch's checkpointing around each block."""
+    del step, budget
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    yield
+
+
+def fit(model: nn.Module, step: Callable[[], None], budget: int) -> AbstractContextManager[object]:
+    """Ours, with levers."""
+    return recollect.fit(model, step=step, budget=budget, levers=LEVERS)
+
+
+def plain(model: nn.Module, step: Callable[[], None], budget: int) -> AbstractContextManager[object]:
+    """As it is."""
+    del model, step, budget
+    return nullcontext()
+
+
+def try_length(options: argparse.Namespace, way: Way, tokens: int, budget: int) -> tuple[int, float]:
+    """The peak of a step of this length, and how long it takes; the budget and more if it does not run."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        model, step = make(options, tokens)
+        with way(model, step, budget):
+            for _ in range(4):
+                step()
+            return measure(options.device, model, step)
+    except (torch.OutOfMemoryError, BudgetError) as error:
+        smallest = error.smallest_bytes if isinstance(error, BudgetError) else 2 * budget
+        return max(smallest, budget + 1), 0.0
+
+
+def measure(device: str, model: nn.Module, step: Callable[[], None]) -> tuple[int, float]:
+    times = []
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        started = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated(), statistics.median(times)
+    return recollect.profile(step, timed=False).peak_bytes, min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--budget", default="40GiB")
+    options = parser.parse_args()
+    unit = 1024 if options.device == "cuda" else 64
+    budget = parse_bytes(options.budget)
+    ways: dict[str, Way] = {"plain": plain, "torch full": torch_full, "fit with levers": fit}
+    for name, way in ways.items():
+        seconds: dict[int, float] = {}
+
+        def excess(count: int, way: Way = way, seconds: dict[int, float] = seconds) -> int:
+            peak, seconds[count] = try_length(options, way, count * unit, budget)
+            return peak - budget
+
+        longest = search_largest(excess, start=4)
+        per_token = seconds.get(longest, 0.0) / max(1, longest * unit * options.batch)
+        print(f"{name:16s} {longest * unit:7d} tokens, {per_token * 1e6:8.2f} µs a token", flush=True)
+
+
+if __name__ == "__main__":
+    main()
