@@ -17,7 +17,9 @@ from training import PLAIN, each_block
 
 import recollect
 from recollect import Choice as Rule
-from recollect import Decision, Plan, policies
+from recollect import Decision, Plan, Profile, policies
+from recollect._plan.budget import Budget
+from recollect._plan.graphs import find_keep_set, plan_within
 
 FULL = "full"
 BUDGETS = {0.5: 0.7, 0.3: 0.6, 0.1: 0.6, 0.8: 1.0}
@@ -114,6 +116,17 @@ def cut_by(*choices: Rule) -> dict[str, Any]:
     return {"custom_partitioner_fn": recollect.partitioner(Plan(choices=choices))}
 
 
+def within(share: float) -> dict[str, Any]:
+    """What the graph's own planner keeps, at a share of what the plain graph takes beyond its inputs."""
+
+    def make(profile: Profile) -> Plan:
+        whole = find_keep_set(profile, 2**62).simulation
+        most = whole.held_bytes + int((whole.peak_bytes - whole.held_bytes) * share)
+        return plan_within(Budget(text=f"{share:.0%}", bytes=most))(profile)
+
+    return {"custom_partitioner_fn": recollect.partitioner(planner=make)}
+
+
 def same_policies(model: LlamaLike, ops: Ops, setting: Setting) -> list[Candidate]:
     """Ours and torch's by turns."""
     calls = {engine.name: engine.call for engine in engines(setting.device)}
@@ -154,6 +167,7 @@ def more_of_ours(ops: Ops, blocks: int) -> list[Candidate]:
         "plan mm+sdpa": planned(*attention, *matmuls),
         "plan sdpa+out": planned(*attention, *linears("attention.out")),
         "plan mm+sdpa, rest torch's": cut_by(*attention, *matmuls),
+        **{f"within {share:.0%}": within(share) for share in (0.75, 0.6, 0.5, 0.4)},
     }
     found = [Candidate(name=f"{OURS} {name}", prepare=prepare) for name, prepare in ways.items()]
     made = [

@@ -485,10 +485,10 @@ def test_a_changed_plan_meets_no_stale_entry_in_the_caches_of_inductor_and_aotau
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "partitioner takes a plan or policy, or a planner: pass one of the two"),
+        ({}, "partitioner takes a plan or policy, a planner, or a budget: pass one of the three"),
         (
             {"plan": NOTHING, "planner": lambda _: NOTHING},
-            "partitioner takes a plan or policy, or a planner: pass one of the two",
+            "partitioner takes a plan or policy, a planner, or a budget: pass one of the three",
         ),
         ({"plan": "matmuls"}, "expected a policy: one of recollect.policies"),
     ],

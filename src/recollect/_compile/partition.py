@@ -32,7 +32,10 @@ from recollect._core.decisions import Decision, Site
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION, CheckpointPolicy
+from recollect._plan.budget import parse_budget
+from recollect._plan.graphs import plan_within
 from recollect._plan.simulate import Simulation, simulate
+from recollect._plan.solvers.highs import import_scipy
 from recollect._policy.base import Policy, PolicyLike, as_policy
 from recollect._policy.judging import judge
 
@@ -122,6 +125,7 @@ def partitioner(
     plan: Plan | PolicyLike | None = None,
     *,
     planner: Callable[[Profile], Plan] | None = None,
+    budget: int | str | None = None,
     report: Callable[[Partition], None] | None = None,
 ) -> Partitioner:
     """Make what `torch.compile` cuts forward from backward with, so that a plan or a policy decides value by value.
@@ -136,6 +140,10 @@ def partitioner(
         plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for all. A
             value that a policy has no rule for is left to torch.
         planner: makes the plan from what each graph does, in place of `plan`.
+        budget: the most bytes that each graph may have in use at a time in forward and backward, its inputs included
+            (parameters, buffers, the batch), in place of `plan`: a number, text like ``"4GiB"``, or ``"min"`` for the
+            smallest peak. What to keep is solved for the whole graph, at a compiler's costs: what is recomputed
+            pointwise is fused and nearly free. Bytes are counted before fusion, so the real peak is lower. Needs scipy.
         report: called with each partition when a graph is compiled.
 
     Returns:
@@ -143,17 +151,25 @@ def partitioner(
         also between processes; one with a planner or a report is compiled anew in each process.
 
     Raises:
-        TypeError: it is none of these, or both or neither of `plan` and `planner` are given.
+        TypeError: it is none of these, or more or less than one of `plan`, `planner` and `budget` is given.
+        ValueError: the budget cannot be read.
+        ImportError: a budget is given, and scipy cannot be imported.
+        BudgetError: when a graph is compiled: no choice fits it.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
     >>> compiled = torch.compile(model, options={"custom_partitioner_fn": partitioner(Decision.RECOMPUTE)})
     """
-    if (plan is None) == (planner is None):
-        message = "partitioner takes a plan or policy, or a planner: pass one of the two"
+    if sum(one is not None for one in (plan, planner, budget)) != 1:
+        message = "partitioner takes a plan or policy, a planner, or a budget: pass one of the three"
         raise TypeError(message)
-    if planner is not None:
-        choose, key = _by_planner(planner), None
+    key: str | None = None
+    if budget is not None:
+        import_scipy()
+        choose = _by_planner(plan_within(parse_budget(budget)))
+        key = hashlib.sha256(f"budget {budget}".encode()).hexdigest()[:32]
+    elif planner is not None:
+        choose = _by_planner(planner)
     elif isinstance(plan, Plan):
         choose, key = _by_plan(plan), plan.digest
     else:
@@ -314,9 +330,8 @@ def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:
 def _source_digest() -> str:
     """Changes with this code, so that what an older one compiled is not taken for the same."""
     here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in ("joint.py", "partition.py"))).hexdigest()[
-        :16
-    ]
+    sources = (here / "joint.py", here / "partition.py", here.parent / "_plan" / "graphs.py")
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
 def _refuse_loading(key: str) -> None:

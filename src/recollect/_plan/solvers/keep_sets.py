@@ -99,7 +99,8 @@ def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
 class Program:
     """The choice for one run as a program of 0s and 1s.
 
-    With `needs`, for a bound: only these are asked for, and whatever no executor could do is allowed.
+    With `needs`, for a bound and for compiled graphs: only these are asked for, and what eager code cannot do is
+    allowed. What is `there` is kept in any case and counts for nothing.
 
     Attributes:
         plain_bytes: what the run holds for backward if nothing is forgotten.
@@ -107,11 +108,13 @@ class Program:
         has_groups: whether some of its calls are kept together or not at all.
     """
 
-    def __init__(self, problem: Problem, run: Run, *, needs: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, problem: Problem, run: Run, *, needs: frozenset[int] | None = None, there: frozenset[int] = frozenset()
+    ) -> None:
         self._problem, self._run, self._is_bound = problem, run, needs is not None
         self._needs = run.needs if needs is None else needs
         forced = find_forced(problem, run) if needs is None else ()
-        self._there = {storage for number in forced for storage in problem.makes[number]}
+        self._there = there.union(storage for number in forced for storage in problem.makes[number])
         self._calls = self._find_calls()
         self._values = self._find_values()
         self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
@@ -224,6 +227,11 @@ class Program:
             if middle[2] < line * (1 - 1e-6):
                 yield middle[0]
                 stack += [(left, middle), (middle, right)]
+
+    def keep_at(self, seconds_per_byte: float) -> frozenset[int]:
+        """The storages to keep if bytes have a price; all that are asked for if there is no answer in time."""
+        found = self._price(seconds_per_byte)
+        return self._needs if found is None else found[0]
 
     def _price(self, seconds_per_byte: float) -> tuple[frozenset[int], int, float] | None:
         """The best choice if bytes have a price: what it keeps, how many bytes, and the seconds of what runs again."""

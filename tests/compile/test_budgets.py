@@ -1,0 +1,127 @@
+"""A budget decides what a compiled step keeps: it is met, gradients stay, and torch's own knob needs more memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import recollect
+from recollect import BudgetError, Decision
+from recollect._compile.partition import Partition, _judge, _merge_equal_nodes, partitioner
+from recollect._core.calls import Phase
+from recollect._core.plans import Plan
+from recollect._plan.graphs import price
+from recollect._plan.simulate import Simulation
+from tests.compile.graphs import Compiled, run_cut, transformer
+
+pytest.importorskip("scipy")
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def make(dropout: float = 0.0) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(3)
+    return transformer(layers=4, width=32, dropout=dropout), torch.randn(4, 32, 32)
+
+
+def run_within(budget: int | str, model: nn.Module, x: Tensor) -> Compiled:
+    found: list[Partition] = []
+    return run_cut(partitioner(budget=budget, report=found.append), model, x, found, decompose=True)
+
+
+def run_torchs(share: float, model: nn.Module, x: Tensor) -> Compiled:
+    found: list[Partition] = []
+
+    def cut(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        _merge_equal_nodes(gm)
+        with functorch_config.patch(activation_memory_budget=share):
+            forward, backward = min_cut_rematerialization_partition(gm, inputs, **options)
+        found.append(_judge(gm, forward, options["num_fwd_outputs"], Plan()))
+        return forward, backward
+
+    return run_cut(cut, model, x, found, decompose=True)
+
+
+def peak_of(found: Simulation) -> int:
+    return found.peak_bytes - found.held_bytes
+
+
+def seconds_of(one: Partition) -> float:
+    calls = one.profile.calls
+    return sum(price(calls[number]) for number in one.simulation.recomputed_calls)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Compiled:
+    """A step that torch cuts, with dropout: keeps all but what is fused."""
+    return run_torchs(1.0, *make(dropout=0.2))
+
+
+def test_a_budget_is_met_pointwise_values_go_first_and_gradients_stay(plain: Compiled) -> None:
+    whole = plain.partition.simulation
+    found = [run_within(whole.held_bytes + int(peak_of(whole) * share), *make(dropout=0.2)) for share in (0.95, 0.6)]
+    for share, one in zip((0.95, 0.6), found, strict=True):
+        assert peak_of(one.partition.simulation) <= peak_of(whole) * share
+        assert all(torch.equal(a, b) for a, b in zip(one.gradients, plain.gradients, strict=True))
+    few, many = (one.partition for one in found)
+    assert few.simulation.recomputed_calls
+    assert {few.profile.calls[number].flops for number in few.simulation.recomputed_calls} == {0}
+    assert seconds_of(few) < seconds_of(many)
+
+
+def test_the_smallest_peak_is_below_half_of_the_plain_one(plain: Compiled) -> None:
+    smallest = run_within("min", *make(dropout=0.2)).partition.simulation
+    assert peak_of(smallest) < 0.5 * peak_of(plain.partition.simulation)
+
+
+def test_in_the_time_of_torchs_knob_the_peak_is_lower() -> None:
+    model, x = make()
+    theirs = run_torchs(0.1, model, x).partition
+    ours = run_within(theirs.simulation.held_bytes + int(peak_of(theirs.simulation) * 0.8), model, x).partition
+    assert seconds_of(ours) <= seconds_of(theirs)
+
+
+def test_what_cannot_fit_is_refused_with_the_smallest_peak() -> None:
+    model, x = make()
+    with pytest.raises(
+        Exception, match=r"no choice of values fits 1.00 KiB: the smallest peak of this graph is .* before"
+    ) as error:
+        run_within("1KiB", model, x)
+    cause: BaseException | None = error.value
+    while cause is not None and not isinstance(cause, BudgetError):
+        cause = cause.__cause__ or cause.__context__
+    assert cause is not None or "BudgetError" in str(error.value)
+
+
+def test_the_fastest_leaves_all_to_the_compiler() -> None:
+    model, x = make()
+    assert run_within("fastest", model, x).partition.plan.choices == ()
+
+
+def test_equal_budgets_share_what_is_compiled_and_others_do_not() -> None:
+    one, same, other = (partitioner(budget=budget).uuid() for budget in ("1GiB", "1GiB", "2GiB"))
+    assert one == same
+    assert one != other
+    with pytest.raises(ValueError, match="budget 'much': expected bytes"):
+        partitioner(budget="much")
+
+
+def test_a_planned_model_recomputes_in_its_graph_what_the_plan_says() -> None:
+    model, x = make()
+    seen = recollect.profile(model, x)
+    plan = recollect.plan(seen, budget="min")
+    found: list[Partition] = []
+    silent = partitioner(Plan(), report=found.append)
+    with recollect.apply(model, plan):
+        planned = run_cut(silent, model, x, found)
+    plain_found: list[Partition] = []
+    plain = run_cut(partitioner(Decision.SAVE, report=plain_found.append), model, x, plain_found)
+    ours, theirs = planned.partition.simulation, plain.partition.simulation
+    assert ours.saved_bytes < 0.6 * theirs.saved_bytes
+    assert ours.peak_bytes < theirs.peak_bytes
+    paths = {region.path for region in plan.regions}
+    again = {planned.partition.profile.calls[number] for number in ours.recomputed_calls}
+    assert {call.module.split(".")[0] for call in again if call.module} <= {path.split(".")[0] for path in paths}
+    assert all(call.phase is Phase.FORWARD for call in again)
