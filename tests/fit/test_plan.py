@@ -307,3 +307,21 @@ def test_where_tokens_are_routed_blocks_are_replayed_from_what_was_chosen() -> N
         for _ in range(3):
             gradients(model, inputs)
         assert recollect.profile(model, *inputs).peak_bytes <= plan.peak_bytes * 1.01
+
+
+def test_a_plan_that_no_longer_fits_is_made_anew_for_what_it_was_asked_for() -> None:
+    model, inputs = MODELS["GPT"]()
+    seen = recollect.profile(model, *inputs)
+    plan = recollect.plan(seen, budget=seen.peak_bytes * 8 // 10)
+    narrower = GPT(width=8, dropout=0.0)
+    with pytest.raises(ValueError, match=r"within the same budget: recollect.plan\(.*, budget=plan\)"):
+        recollect.apply(narrower, plan)
+    again = recollect.plan(recollect.profile(narrower, *inputs), budget=plan)
+    assert plan.forecast is not None
+    assert again.forecast is not None
+    assert again.forecast.budget_bytes == plan.forecast.budget_bytes == seen.peak_bytes * 8 // 10
+    recollect.apply(narrower, again).remove()
+    smallest = recollect.plan(recollect.profile(model, *inputs), budget="min")
+    assert recollect.plan(recollect.profile(narrower, *inputs), budget=smallest).forecast.budget == "min"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="plan 'mine' was written by hand and has no budget"):
+        recollect.plan(recollect.profile(model, *inputs), budget=Plan(name="mine"))

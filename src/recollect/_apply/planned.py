@@ -102,5 +102,5 @@ def _refuse(model: nn.Module, plan: Plan, why: str) -> str:
     made_for = plan.fingerprint.model if plan.fingerprint is not None and plan.fingerprint.model else "another model"
     return (
         f"plan {plan.name!r} was made for {made_for} and does not fit {type(model).__name__}, which {why}.\n"
-        "Make one for this model: recollect.plan(recollect.profile(model, ...), budget=...)"
+        "Make one for this model within the same budget: recollect.plan(recollect.profile(model, ...), budget=plan)"
     )

@@ -21,7 +21,7 @@ _FRAGMENTATION = 0.03
 def plan(
     profile: Profile,
     *,
-    budget: int | str,
+    budget: int | str | Plan,
     tiers: str | Sequence[str] | None = None,
     link_bytes_per_s: float | None = None,
     name: str = "",
@@ -36,7 +36,8 @@ def plan(
         profile: of the step without any regions; see `recollect.profile`.
         budget: the most that tensors may have of the device at any time of the whole step, parameters, gradients and
             optimizer state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
-            share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step.
+            share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step. Or
+            another plan, for what it was asked for: so a plan that no longer fits its model is made anew.
         tiers: where values may be sent, as far as the link carries them beside the computation: ``"host"`` memory,
             ``"disk"``, or ``("host", "disk")`` for disk where the host is full. Whole modules send what they save;
             regions that run again send their inputs and what they keep. By default everything stays.
@@ -68,7 +69,8 @@ def plan(
     recollect._core.errors.BudgetError: no plan fits 1.00 KiB ...: the smallest reachable peak is ... MiB, at ...
     """
     import_scipy()
-    asked = parse_budget(budget, device_bytes=_find_device_bytes(profile))
+    wanted = _read_wish(budget) if isinstance(budget, Plan) else budget
+    asked = parse_budget(wanted, device_bytes=_find_device_bytes(profile))
     work = work_for(profile, None if tiers is None else find_speed(tiers, profile, link_bytes_per_s))
     frontier = work.frontier(progress)
     margin = int((asked.bytes or 0) * find_margin_share(profile))
@@ -85,6 +87,19 @@ def plan(
             )
         point = found
     return _write(work, point, asked, margin, name, "" if tiers is None else read_tiers(tiers))
+
+
+def _read_wish(plan: Plan) -> int | str:
+    """What a plan was asked for.
+
+    Raises:
+        ValueError: it was written by hand.
+    """
+    told = plan.forecast
+    if told is None:
+        message = f"plan {plan.name!r} was written by hand and has no budget: give one, as in budget='40GiB'"
+        raise ValueError(message)
+    return told.budget if told.budget_bytes is None else told.budget_bytes
 
 
 def _find_device_bytes(profile: Profile) -> int | None:
