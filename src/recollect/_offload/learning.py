@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from recollect._offload.accounts import OffloadReport
+from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
 from recollect._offload.prefetch import SeenValue, Speeds, Timetable, make_timetable
 from recollect._offload.steps import Lesson, Lessons, Step
@@ -42,14 +42,19 @@ class Learner:
     Attributes:
         lessons: of steps.
         steps: how many there were.
-        report: of the last step that was measured.
     """
 
     def __init__(self, tier: str, options: SessionOptions, transfers: Transfers) -> None:
         self._tier, self._options, self._transfers = tier, options, transfers
         self.lessons = Lessons()
         self.steps = 0
-        self.report = OffloadReport(tier=tier)
+        self._measured = OffloadReport(tier=tier)
+        self._counted: tuple[int, Accounts] | None = None  # of a later step that was not measured
+
+    @property
+    def report(self) -> OffloadReport:
+        """Of the last step: what was counted there, and the times as last measured."""
+        return self._measured if self._counted is None else self._measured.with_counts(*self._counted)
 
     @property
     def is_learning(self) -> bool:
@@ -67,8 +72,7 @@ class Learner:
             return True
         accounts, clock, last = step.accounts, step.clock, step.last_mark()
         if clock is None or last is None:
-            step.is_closed = True
-            self.report = self.report.with_counts(self.steps, accounts)
+            step.is_closed, self._counted = True, (self.steps, accounts)
             return True
         if waits:
             clock.wait(last)
@@ -79,7 +83,7 @@ class Learner:
             self._measure(step, clock)
         except RuntimeError as error:  # of marks on several devices, whose clocks are not one
             _log.debug("a step could not be measured: %s", error)
-            self.report = self.report.with_counts(self.steps, accounts)
+            self._counted = (self.steps, accounts)
         return True
 
     def _measure(self, step: Step, clock: Clock) -> None:
@@ -89,15 +93,18 @@ class Learner:
         out, back, copy_s = accounts.speeds(clock)
         self._learn(step, tuple(values), out, back)
         pinned_bytes = 0 if self._transfers.host is None else self._transfers.host.pool.held_bytes
-        self.report = OffloadReport(
-            tier=self._tier,
-            copy_s=copy_s,
-            stall_s=sum(stalls_s) + accounts.host_stall_s,
-            forward_s=max((value.made_s for value in values), default=0.0),
-            out_bytes_per_s=out or self.report.out_bytes_per_s,
-            back_bytes_per_s=back or self.report.back_bytes_per_s,
-            pinned_bytes=pinned_bytes,
-        ).with_counts(self.steps, accounts)
+        self._counted, self._measured = (
+            None,
+            OffloadReport(
+                tier=self._tier,
+                copy_s=copy_s,
+                stall_s=sum(stalls_s) + accounts.host_stall_s,
+                forward_s=max((value.made_s for value in values), default=0.0),
+                out_bytes_per_s=out or self._measured.out_bytes_per_s,
+                back_bytes_per_s=back or self._measured.back_bytes_per_s,
+                pinned_bytes=pinned_bytes,
+            ).with_counts(self.steps, accounts),
+        )
 
     def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
         known = self.lessons.about(tuple(step.kinds))

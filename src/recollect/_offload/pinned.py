@@ -27,17 +27,18 @@ class Buffer:
     """A piece of a slab; who is done with it gives it back.
 
     Attributes:
-        bytes: the piece as a flat tensor of bytes.
+        bytes: the piece as a flat tensor of bytes; `size` says how many.
         busy: marks of copies that may still read or write it; the next user waits for them.
         pool: what it is a piece of.
         slab: the number of its slab there.
         offset: where it lies in that.
     """
 
-    __slots__ = ("_kind", "_shaped", "busy", "bytes", "offset", "pool", "slab")
+    __slots__ = ("_kind", "_shaped", "busy", "bytes", "offset", "pool", "size", "slab")
 
     def __init__(self, pool: PinnedPool, data: Tensor, slab: int, offset: int, busy: Sequence[Any]) -> None:
         self.pool, self.bytes, self.slab, self.offset, self.busy = pool, data, slab, offset, busy
+        self.size = data.numel()
         self._kind: Kind | None = None
         self._shaped = data
 
@@ -143,14 +144,18 @@ class PinnedPool:
         waiting, self._waiting = self._waiting, {}
         for same in waiting.values():
             for buffer in same:
-                size = buffer.bytes.numel()
-                self._slabs[buffer.slab][1].give_back(buffer.offset, size)
-                self._busy[buffer.slab][buffer.offset] = (size, buffer.busy)
+                self._slabs[buffer.slab][1].give_back(buffer.offset, buffer.size)
+                self._busy[buffer.slab][buffer.offset] = (buffer.size, buffer.busy)
 
     def _sort_returned(self) -> None:
-        while self._returned:
-            buffer = self._returned.popleft()
-            self._waiting.setdefault(buffer.bytes.numel(), []).append(buffer)
+        returned, waiting = self._returned, self._waiting
+        while returned:
+            buffer = returned.popleft()
+            same = waiting.get(buffer.size)
+            if same is None:
+                waiting[buffer.size] = [buffer]
+            else:
+                same.append(buffer)
 
     def _add_slab(self, size: int) -> bool:
         """Take one more slab that holds `size`; says whether the limit let it."""

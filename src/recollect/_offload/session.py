@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.operators import is_wrapper
-from recollect._core.scope import is_recomputing
+from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import function_mode_depth, without_function_modes
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, without_dispatch_modes
 from recollect._core.torch_private.engine import next_sequence, pop_hooks, push_hooks
@@ -40,6 +40,7 @@ from recollect._offload.transfers import Transfers
 _log = logging.getLogger("recollect")
 
 _LOG_AFTER = 3
+_FORGOTTEN = 256  # entries of values that are gone, before they are swept out
 
 
 class Session:
@@ -58,6 +59,7 @@ class Session:
 
     def __init__(self, tier: str, options: SessionOptions, transfers: Transfers) -> None:
         self.tier, self.options, self.transfers = tier, options, transfers
+        self._min_bytes = options.min_bytes
         self._lock = threading.RLock()
         self._step: Step | None = None
         self._known: dict[int, ref[Parcel]] = {}  # by id of the storage
@@ -95,14 +97,14 @@ class Session:
         is_leaf, base = tensor.is_leaf, tensor._base  # noqa: SLF001
         if (is_leaf or base is not None) and _is_there_anyway(tensor, base):
             return Stayed(tensor)
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            return Stayed(tensor)
         try:
             storage = tensor.untyped_storage()
-            is_small = storage.nbytes() < self.options.min_bytes or tensor.numel() == 0
-        except (NotImplementedError, RuntimeError):  # no memory of its own: a transform tracks it
+            is_small = storage.nbytes() < self._min_bytes or tensor.numel() == 0
+        except (NotImplementedError, RuntimeError):  # no memory of its own: it is sparse, or a transform tracks it
             return Stayed(tensor)
-        if is_small or is_recomputing() or is_capturing(tensor):
+        if is_small or tensor.is_conj() or tensor.is_neg() or current_run() is not None:
+            return Stayed(tensor)
+        if tensor.is_cuda and is_capturing():
             return Stayed(tensor)
         with self._lock:
             if function_mode_depth() or dispatch_mode_depth():
@@ -176,12 +178,13 @@ class Session:
             kind = foreseen[number]
         else:
             kind = self._kinds.find(tensor, storage)
-            if kind.size < self.options.min_bytes or not self.transfers.can_carry(kind):
+            if kind.size < self._min_bytes or not self.transfers.can_carry(kind):
                 return Stayed(tensor)
             if number == 0 or foreseen:
                 step.follow(self._learner.lessons.find([*step.kinds, kind]))
         parcel = Parcel(tensor, ref(storage), kind, self.transfers, step, number)
-        parcel.is_constant = is_constant
+        if is_constant:
+            parcel.is_constant = True
         one = self._known[key] = ref(parcel)
         step.parcels.append(one)
         step.kinds.append(kind)
@@ -200,7 +203,8 @@ class Session:
         # While a profile is taken, which slows the step down, nothing is to be learnt of it.
         is_measured = not listeners.present and self._learner.count()
         self.transfers.accounts = Accounts(measures=is_measured)
-        self._known = {key: known for key, known in self._known.items() if known() is not None}
+        if self._step is not None and len(self._known) > 2 * len(self._step.parcels) + _FORGOTTEN:
+            self._known = {key: known for key, known in self._known.items() if known() is not None}
         self._step = Step(self.transfers.accounts)
         return self._step
 

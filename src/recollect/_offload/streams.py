@@ -250,6 +250,5 @@ class HostClock:
         return between
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether this thread's stream is being captured into a graph, where nothing can be sent away."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+"""Whether this thread's stream is being captured into a CUDA graph, where nothing can be sent away."""

@@ -148,23 +148,29 @@ class Transfers:
         except BaseException as error:
             failure = error
         failed: Parcel | None = None
+        turn, workers = self.turn, self._workers
         for parcel, copy in zip(parcels, copies, strict=True):
-            buffer = parcel.buffer
-            assert buffer is not None
             if copy.end is None:
-                parcel.buffer, parcel.stays = None, True
-                buffer.give_back()
+                self._give_up(parcel)
                 failed = failed or parcel
                 continue
-            parcel.out = copy.end
-            parcel.turn = self.turn = self.turn + 1
+            turn += 1
+            parcel.out, parcel.turn = copy.end, turn
             self._begin_leaving(parcel)
-            if parcel.goes_on and self._workers is not None:
-                self._workers.write(parcel, buffer.bytes, parcel.out, buffer, self.accounts)
+            if parcel.goes_on and workers is not None and parcel.buffer is not None:
+                workers.write(parcel, parcel.buffer.bytes, parcel.out, parcel.buffer, self.accounts)
+        self.turn = turn
         if failure is not None:
             if failed is None or not isinstance(failure, RuntimeError):
                 raise failure
             raise OffloadError(self._describe(failed, "could not be copied out", failure)) from failure
+
+    @staticmethod
+    def _give_up(parcel: Parcel) -> None:
+        """Its copy could not begin: it stays."""
+        buffer, parcel.buffer, parcel.stays = parcel.buffer, None, True
+        if buffer is not None:
+            buffer.give_back()
 
     def _send_from_host(self, parcel: Parcel, alias: Tensor) -> None:
         """What is in host memory by nature."""
@@ -190,19 +196,18 @@ class Transfers:
         except TierFullError:
             self._stays_for_lack(parcel)
             return
-        self._count_out(kind)
+        self.accounts.values += 1
+        self.accounts.out_bytes += kind.travel_bytes
         parcel.alias = None
 
     def _begin_leaving(self, parcel: Parcel) -> None:
+        kind, accounts = parcel.kind, self.accounts
         parcel.is_leaving = True
-        self._leaving_bytes += parcel.kind.size
-        self._count_out(parcel.kind)
+        self._leaving_bytes += kind.size
+        accounts.values += 1
+        accounts.out_bytes += kind.travel_bytes
         if listeners.present and parcel.alias is not None:
             self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
-
-    def _count_out(self, kind: Kind) -> None:
-        self.accounts.values += 1
-        self.accounts.out_bytes += kind.travel_bytes
 
     def release(self, parcels: Sequence[Parcel]) -> None:
         """Let go of the memory of values that are on their way out; what comes after them waits for the copies."""
