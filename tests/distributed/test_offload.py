@@ -15,6 +15,7 @@ from recollect import Decision
 from tests.distributed.launch import Ranks
 from tests.distributed.nets import Net, assert_same_steps, train
 from tests.distributed.test_fsdp2 import always_resharded, in_lower_precision, nested, never_resharded
+from tests.offload.leaving import wait_until_left
 
 
 def replicated(net: nn.Module) -> nn.Module:
@@ -48,6 +49,7 @@ def compare(wrap: str, inner: Decision | None) -> None:
         warnings.filterwarnings("ignore", "offloading to disk")
         away = recollect.offload(tier="disk", directory=folder, min_bytes=0)
         rules: dict[str, Any] = {"layers.0": inner or away, "layers.*": away}
+        net.register_forward_hook(lambda *_: wait_until_left(away))
         with recollect.apply(net, rules):
             ours = train(wrapped, steps=4)
         report = away.report()

@@ -22,6 +22,7 @@ from recollect._offload.host_memory import aligned_bytes
 from recollect._offload.pinned import PinnedPool
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import late_session
+from tests.offload.leaving import wait_until_left
 from tests.offload.shelf import Shelf
 
 
@@ -39,6 +40,7 @@ def plain_grad(x: Tensor) -> Tensor:
 def offloaded(away: Any, x: Tensor) -> Tensor:
     with away:
         y = chain(x)
+    wait_until_left(away)
     y.sum().backward()
     assert x.grad is not None
     return x.grad
