@@ -27,8 +27,10 @@ SLOW = (
     "tests/apply/test_round_trips.py",
     "tests/apply/test_trainers.py",
     "tests/bench/test_cell.py",
+    "tests/bench/",
     "tests/cli/",
     "tests/compat/test_higher_order.py",
+    "tests/compat/test_install.py",
     "tests/compat/test_selective.py",
     "tests/compile/",
     "tests/contracts/test_gradients.py",
@@ -39,13 +41,23 @@ SLOW = (
     "tests/distributed/",
     "tests/docs/",
     "tests/fit/test_transformers.py",
+    "tests/fit/",
     "tests/inspect/test_oom.py",
     "tests/inspect/test_profile.py",
+    "tests/integrations/",
     "tests/offload/test_gradients.py",
     "tests/profile/dry/test_step.py",
     "tests/report/test_plot.py",
     "tests/selective/test_other_ways.py",
     "tests/zoo/",
+)
+# These look at all objects of the process, so that they are quick while there are few: before a compiler is imported.
+FIRST = (
+    "src/recollect/compat/install.py",
+    "tests/compat/test_install.py",
+    "tests/contracts/test_lifetimes.py",
+    "tests/contracts/test_selective_lifetimes.py",
+    "tests/inspect/test_oom",
 )
 SHARED = {"ranks", "browser"}  # fixtures that start processes: those who use one stay together
 CHUNK = 40
@@ -66,8 +78,8 @@ def pytest_collection_finish() -> None:
 
 
 def share_out(items: list[pytest.Item]) -> None:
-    """Say which tests go to the same process: chunks of a file, slow ones first, and together what shares processes."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Say which tests go to the same process: chunks of a file, slow ones early, and together what shares processes."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), item.get_closest_marker("slow") is None))
     seen = Counter[str]()
     for item in items:
         file = item.nodeid.partition("::")[0]
