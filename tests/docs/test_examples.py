@@ -12,7 +12,7 @@ import pytest
 from tests.cli.commands import environment
 
 FOLDER = Path(__file__).parents[2] / "examples"
-UNDER_TORCHRUN = {"parallel.py"}  # run by tests/distributed/test_example.py
+UNDER_TORCHRUN = {"fit_sharded.py", "parallel.py"}  # run by tests/distributed/test_example.py
 EXAMPLES = sorted(script for script in FOLDER.glob("*.py") if script.name not in UNDER_TORCHRUN)
 ARGUMENTS = {"train.py": ["--steps", "2"]}
 

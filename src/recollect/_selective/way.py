@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
+from recollect._core.pace import is_bound_by_host
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
@@ -51,8 +52,6 @@ T = TypeVar("T")
 
 _MOST_BREAKS = 3
 _CALLS_UNTIL_RETRY = 64
-# What an accelerator does in a second, and what a call of torch costs the host in forward and again in a replay.
-_FLOPS_PER_S, _BYTES_PER_S, _READS_AND_WRITES, _HOST_S_PER_CALL = 4e14, 3e12, 3, 2e-5
 
 __recollect_role__ = Role.REGION
 
@@ -341,18 +340,15 @@ class SelectiveWay(Rerun):
         self._recording = None
 
     def _is_bound_by_host(self, recording: Recording) -> bool:
-        """Whether an accelerator would wait for the host, which a replay keeps busier than running again does.
-
-        By a roofline of today's accelerators and what a call of torch costs the host; both are rough, and a factor of
-        two either way decides about a few percent of the step.
-        """
+        """Whether an accelerator would wait for the host, which a replay keeps busier than running again does."""
         decisions = self._decisions
         if decisions.ops is None or not recording.saved or recording.saved[0][0].device.type in ("cpu", "meta"):
             return False
-        flops = sum(line.sites[0].flops for line in decisions.lines if line.sites)
-        moved_bytes = _READS_AND_WRITES * sum(line.bytes for line in decisions.lines)
-        device_s = flops / _FLOPS_PER_S + moved_bytes / _BYTES_PER_S
-        return device_s < _HOST_S_PER_CALL * len(recording.entries)
+        return is_bound_by_host(
+            flops=sum(line.sites[0].flops for line in decisions.lines if line.sites),
+            result_bytes=sum(line.bytes for line in decisions.lines),
+            calls=len(recording.entries),
+        )
 
     def _settle_following(self, frame: Frame, following: Following) -> bool:
         """Whether the program was followed."""
