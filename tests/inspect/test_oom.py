@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import logging
+import math
 import subprocess
 import sys
 import textwrap
@@ -397,6 +398,8 @@ def test_an_alarm_of_the_device_is_looked_at_before_anything_is_freed() -> None:
     assert reports[1].kind == "Failing"
     assert ("layers.0.mlp.up", line_of("up")) in rows_of(reports[1], "Linear")
     assert alarms._alarms == []
+    assert watch._rests_until_s > 0  # for as long as it looked, which is short in a small process
+    watch._rests_until_s = math.inf
     with watch:
         watch._look_at_device(7)  # shortly after, it rests
         assert watch._sighting is None

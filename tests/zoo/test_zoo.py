@@ -77,7 +77,7 @@ def test_no_more_is_run_again_than_with_torchs_switch(name: str) -> None:
     assert 0 < again["every 2nd"] < again["full"]
 
 
-@each("profile", rules=RULES)
+@each("profile", rules=RULES, in_turn=True)
 def test_a_profile_is_of_the_steps_that_follow_and_leaves_the_model_as_one_would(name: str, rule: str) -> None:
     kind = ZOO[name]
     model = build(kind)
@@ -91,7 +91,7 @@ def test_a_profile_is_of_the_steps_that_follow_and_leaves_the_model_as_one_would
     assert look_of(model) == look_after_a_step(name)
 
 
-@each("dry", rules=RULES)
+@each("dry", rules=RULES, in_turn=True)
 def test_a_dry_profile_has_the_bytes_of_a_real_one_and_changes_nothing(name: str, rule: str) -> None:
     kind = ZOO[name]
     model = build(kind)
