@@ -1,5 +1,7 @@
 """Digests tell values apart to the bit, and evidence is taken when the operator that saved is done."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -72,10 +74,20 @@ def test_the_digest_is_of_values_not_of_layout(change: object) -> None:
     assert torch.equal(digest(change(tensor.clone())), digest(tensor))
 
 
-def test_conjugates_are_told_apart() -> None:
-    z = torch.randn(4, dtype=torch.complex64)
+@pytest.mark.parametrize("signs", list(itertools.product((-1.0, 1.0), repeat=4)), ids=str)
+def test_conjugates_are_told_apart(signs: tuple[float, ...]) -> None:
+    z = torch.complex(torch.randn(4), torch.rand(4) * torch.tensor(signs))
     assert not torch.equal(digest(z), digest(z.conj()))
     assert torch.equal(digest(z.conj()), digest(z.conj().resolve_conj()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_changes_that_follow_a_pattern_do_not_cancel_out(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 65, dtype=dtype)
+    rows = x.view(8, 8)
+    changed = [-x, x.flip(0), x.roll(1), rows.t().reshape(64), rows.flip(1).reshape(64), x * (-1) ** torch.arange(64)]
+    found = {tuple(digest(one.to(dtype)).tolist()) for one in [x, *changed]}
+    assert len(found) == 7
 
 
 def test_nan_equals_itself_and_signed_zeros_differ() -> None:

@@ -11,8 +11,7 @@ from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.engine import next_sequence, sequence_of
 
 _CHUNK = 1 << 20
-_STEP = 0x1E3779B97F4A7C15
-_MULTIPLIER = 6364136223846793005  # odd, so that each byte's weight is invertible modulo 2**64
+_MULTIPLIER = 6364136223846793005  # odd, so that no two places have the same weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +123,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """Two 64-bit sums over the bytes, on the tensor's device: equal bytes in equal order give equal digests.
 
-    The second sum weighs each byte by its place, so that exchanged values are seen. Works in pieces of 1 MiB to keep
-    its own memory small; arithmetic is modulo 2**64.
+    The second sum weighs each byte by a number that looks random and belongs to its place: exchanged values are seen,
+    and changes that follow a pattern (signs, say) do not cancel out. Works in pieces of 1 MiB to keep its own memory
+    small; arithmetic is modulo 2**64.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> torch.equal(digest(a), digest(a.clone())), torch.equal(digest(a), digest(b))
@@ -133,10 +133,17 @@ def digest(tensor: Tensor) -> Tensor:
     """
     data = _as_bytes(tensor)
     total = torch.zeros(2, dtype=torch.int64, device=data.device)
-    weights = torch.arange(1, min(_CHUNK, max(data.numel(), 1)) + 1, device=data.device) * _MULTIPLIER
-    for chunk in data.split(_CHUNK) if data.numel() else ():
-        wide = chunk.to(torch.int64)
-        weighted = (wide * weights[: wide.numel()]).sum()
-        total += torch.stack((wide.sum(), weighted ^ (weighted >> 29)))
-        weights = weights + _STEP  # a tensor wraps where a Python number would overflow
+    for start in range(0, data.numel(), _CHUNK):
+        wide = data[start : start + _CHUNK].to(torch.int64)
+        weighted = (wide * _weigh(start, wide.numel(), data.device)).sum()
+        total += torch.stack((wide.sum(), weighted))
     return total
+
+
+def _weigh(start: int, count: int, device: torch.device) -> Tensor:
+    """Weights of places: whole numbers, scrambled."""
+    weights = torch.arange(start + 1, start + count + 1, device=device)
+    for _ in range(2):
+        weights = weights * _MULTIPLIER
+        weights = weights ^ (weights >> 29)
+    return weights
