@@ -152,7 +152,7 @@ class Knowledge:
 _MOST_KNOWN = 4096
 _Table = WeakKeyDictionary[Any, dict[tuple[str, Policy | int, tuple[int, ...]], Knowledge]]
 _known: _Table = WeakKeyDictionary()
-_apart: ContextVar[_Table | None] = ContextVar("recollect_notes_apart", default=None)
+_apart: ContextVar[_Table | None] = ContextVar("recollect_learning_apart", default=None)
 
 
 @contextmanager
