@@ -997,7 +997,6 @@ def test_backward_inside_compiled_code_keeps_dynamo_out_of_the_engine(policy: An
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch captures one to begin with
 def test_cuda_graphs_with_dropout() -> None:
     device = torch.accelerator.current_accelerator()

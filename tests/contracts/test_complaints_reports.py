@@ -141,7 +141,7 @@ def test_complaint_23_fragmentation_on_a_device_is_seen(capsys: pytest.CaptureFi
     text = read(recollect.profile(model, inputs), capsys)
     assert held
     assert re.search(r"tensors take at most \S+ MiB, the allocator holds \S+ GiB of \S+ GiB", text)
-    assert "is fragmentation and cache, not need" in text
+    assert "is fragmentation and cache, not tensors" in text
 
 
 # "Which activations are stored, by what, how large?": asked since 2018.

@@ -61,7 +61,7 @@ def test_a_fitted_model_stays_within_its_budget_on_the_device() -> None:
     run(model, here)
     loss, grads, peak = run(model, here)
     held = torch.cuda.memory_allocated() - sum(grad.nbytes for grad in grads)
-    budget = held + int((peak - held) * 0.8)
+    budget = held + int((peak - held) * 0.9)  # the loss head, which no region runs again, is there at 0.83
     with recollect.fit(model, (tokens, tokens), loss=lose, budget=budget) as fitted:
         for _ in range(4):
             found = run(model, here)

@@ -221,7 +221,9 @@ def test_on_a_device_what_is_enough_runs() -> None:
         for choice in enough:
             optimizer.zero_grad()
             torch.cuda.empty_cache()
-            handle = eval(choice.code, {"recollect": recollect, "model": model, "batch": tokens})
+            handle = eval(
+                choice.code, {"recollect": recollect, "model": model, "batch": tokens, "optimizer": optimizer}
+            )
             for _ in range(4):
                 step()
             handle.remove()

@@ -13,11 +13,16 @@ from recollect._inspect.plain import PlainTimes
 from recollect._profile.attribution import Cost, attribute, choose_seconds
 
 if TYPE_CHECKING:
+    from recollect._profile.dry.host import HostCosts
     from recollect._profile.dry.roofline import Device
 
 
 def cost_calls(
-    calls: Sequence[OpCall], storages: Sequence[Storage], device: Device | None, plain: PlainTimes | None
+    calls: Sequence[OpCall],
+    storages: Sequence[Storage],
+    device: Device | None,
+    plain: PlainTimes | None,
+    host_costs: HostCosts | None = None,
 ) -> list[OpCall]:
     """The calls with what they cost in a step that nobody watches.
 
@@ -26,8 +31,9 @@ def cost_calls(
         storages: of the profile.
         device: to estimate the others for; None if nobody knows it.
         plain: the step's time without us, if it was measured.
+        host_costs: what the host takes to launch that device's kernels; None to find it out if it is needed.
     """
-    from recollect._profile.dry.roofline import estimate_host_s, estimate_s  # brings much along
+    from recollect._profile.dry.roofline import estimate_host_s, estimate_s, find_host_costs  # brings much along
 
     matmul = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     costs = []
@@ -37,7 +43,8 @@ def cost_calls(
             if device is None:
                 return list(calls)
             device_s = estimate_s(call, device, storages, float32_matmul=matmul)
-            host_s = estimate_host_s(call, device)
+            host_costs = host_costs or find_host_costs(device)
+            host_s = estimate_host_s(call, host_costs)
         costs.append(Cost(device_s=device_s, host_s=host_s, is_optimizer=call.phase is Phase.OPTIMIZER))
     if plain is not None:
         costs = attribute(costs, plain.body, plain.optimizer, is_apart=plain.is_apart)

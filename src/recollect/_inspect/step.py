@@ -359,7 +359,15 @@ class StepProfiler:
         names = [*self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
         return Profile(
             storages=parts.storages,
-            calls=tuple(cost_calls(parts.calls, parts.storages, self._find_device(), self._plain)),
+            calls=tuple(
+                cost_calls(
+                    parts.calls,
+                    parts.storages,
+                    self._find_device(),
+                    self._plain,
+                    None if dry is None else dry.host_costs,
+                )
+            ),
             saved=parts.saved,
             transfers=parts.transfers,
             device=describe_device(self._device) if dry is None else dry.device.name,

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from recollect._core.calls import OpCall, Phase
+from recollect._core.torch_private.ambient import without_function_modes
+from recollect._core.torch_private.dispatch import without_dispatch_modes
 
 _VIEW = 0.3
 """What a view takes of what a kernel takes."""
@@ -48,9 +50,13 @@ TYPICAL = HostCosts()
 
 @functools.lru_cache(maxsize=8)
 def measure_host(device: str) -> HostCosts:
-    """What the host here takes, found out on a device that is here, in some tens of milliseconds."""
-    blocks = [part for _ in range(_BLOCKS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.LayerNorm(_WIDTH))]
-    with torch.random.fork_rng(), torch.enable_grad():
+    """What the host here takes, found out on a device that is here, in some tens of milliseconds.
+
+    Whatever surrounds the caller plays no part in it: modes that make tensors fake or of another device, autocast.
+    """
+    as_it_is = torch.autocast(torch.device(device).type, enabled=False)
+    with torch.random.fork_rng(), torch.enable_grad(), as_it_is, without_function_modes(), without_dispatch_modes():
+        blocks = [part for _ in range(_BLOCKS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.LayerNorm(_WIDTH))]
         model = nn.Sequential(*blocks).to(device)
         x = torch.zeros(1, _WIDTH, device=device, requires_grad=True)
         found = [_time_once(model, x, device) for _ in range(_RUNS)]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from recollect._core.calls import OpCall, Storage
-from recollect._profile.dry.host import TYPICAL, measure_host
+from recollect._profile.dry.host import TYPICAL, HostCosts, measure_host
 
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
 _PRODUCTS_REACH = 0.65
@@ -221,13 +221,24 @@ def _estimate_recurrent_s(call: OpCall, device: Device, moved: int) -> float:
     return max(waits_s, flops / (peak * _RECURRENT_REACH), moved / (device.bandwidth * _BANDWIDTH_REACHES))
 
 
-def estimate_host_s(call: OpCall, device: Device) -> float | None:
-    """How long the host takes to come to a call and to launch it; None where it runs the call itself."""
+def find_host_costs(device: Device) -> HostCosts | None:
+    """What the host takes to launch a device's kernels, measured if the device is here; None where it runs them itself.
+
+    Ask before a dry step begins: while it lasts, CUDA's autocast and some kernels are replaced.
+    """
     if not device.is_cuda:
         return None
-    is_here = torch.cuda.is_available() and torch.cuda.get_device_name() == device.name
-    costs = measure_host("cuda") if is_here else TYPICAL
-    return costs.estimate_s(call, launches=bool(_bytes_moved(call, ()) or call.flops))
+    if not torch.cuda.is_available() or torch.cuda.get_device_name() != device.name:
+        return TYPICAL
+    try:
+        return measure_host("cuda")
+    except torch.OutOfMemoryError:  # dry steps are for models too large for the device, and for steps that failed
+        return TYPICAL
+
+
+def estimate_host_s(call: OpCall, costs: HostCosts | None) -> float | None:
+    """How long the host takes to come to a call and to launch it; None where it runs the call itself."""
+    return None if costs is None else costs.estimate_s(call, launches=bool(_bytes_moved(call, ()) or call.flops))
 
 
 def _dtype_of(call: OpCall, float32_matmul: str) -> str:

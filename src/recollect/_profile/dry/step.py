@@ -36,8 +36,9 @@ from recollect._core.torch_private.fake import (
 )
 from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
+from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
-from recollect._profile.dry.roofline import Device
+from recollect._profile.dry.roofline import Device, find_host_costs
 from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
 from recollect._profile.optimizer import with_fake_parameters
@@ -51,6 +52,7 @@ class DryStep:
     Attributes:
         values: what was given, with fake tensors in place of real ones.
         device: that is asked about.
+        host_costs: what the host takes to launch its kernels; None where it runs them itself.
         fixed_bytes: as in Profile; to be read after the step.
         notes: what was assumed, in sentences; to be read after the step.
     """
@@ -60,11 +62,12 @@ class DryStep:
         values: Any,
         device: Device,
         *,
+        host_costs: HostCosts | None = None,
         modules: Sequence[nn.Module] = (),
         translation: Translation | None = None,
         notes: list[str] | None = None,
     ) -> None:
-        self.values, self.device = values, device
+        self.values, self.device, self.host_costs = values, device, host_costs
         self._modules, self._translation = modules, translation
         self._notes: list[str] = [] if notes is None else notes
 
@@ -125,6 +128,7 @@ def dry_step(
     """
     fakes = Fakes(dtype)
     notes = [f"estimated for {device.name} on fake tensors: nothing was run"]
+    host_costs = find_host_costs(device)
     with ExitStack() as stack:
         _leave_compiled_code_as_written(stack)
         _let_transformers_look_at_values(stack)
@@ -147,7 +151,7 @@ def dry_step(
             stack.enter_context(faked)
         translation = stack.enter_context(translated(device)) if device.is_cuda else None
         stack.enter_context(Answers(lambda said: None if said in notes else notes.append(said)))
-        yield DryStep(given, device, modules=modules, translation=translation, notes=notes)
+        yield DryStep(given, device, host_costs=host_costs, modules=modules, translation=translation, notes=notes)
 
 
 def _leave_compiled_code_as_written(stack: ExitStack) -> None:
