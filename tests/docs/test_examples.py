@@ -12,8 +12,13 @@ import pytest
 from tests.cli.commands import environment
 
 FOLDER = Path(__file__).parents[2] / "examples"
-UNDER_TORCHRUN = {"fit_sharded.py", "parallel.py"}  # run by tests/distributed/test_example.py
-EXAMPLES = sorted(script for script in FOLDER.glob("*.py") if script.name not in UNDER_TORCHRUN)
+ELSEWHERE = {
+    "accelerate_sharded.py",  # run by tests/distributed/test_accelerate.py
+    "fine_tune.py",  # by tests/integrations/test_trl.py
+    "fit_sharded.py",  # by tests/distributed/test_example.py
+    "parallel.py",  # likewise
+}
+EXAMPLES = sorted(script for script in FOLDER.glob("*.py") if script.name not in ELSEWHERE)
 ARGUMENTS = {"train.py": ["--steps", "2"]}
 
 

@@ -1,4 +1,4 @@
-"""`enable` and the callback, with the real packages: Transformers, its Trainer, PEFT and TRL."""
+"""`enable` and the callback, with the real packages: Transformers, its Trainer and PEFT."""
 
 import copy
 import subprocess
@@ -57,6 +57,7 @@ def test_a_budget_is_kept() -> None:
     [
         ({"budget": "1GiB"}, r"budget='1GiB' needs inputs=, a batch that the model is called with"),
         ({"budget": "1GiB", "policy": "full", "every": 2}, r"so policy, every cannot be given with it"),
+        ({"optimizer": torch.optim.SGD, "tiers": "host"}, r"optimizer, tiers: only for budget=, which is missing"),
     ],
 )
 def test_a_budget_without_what_it_needs_is_refused(options: Any, text: str) -> None:
@@ -91,6 +92,25 @@ def test_adapters_train_on_a_frozen_base_wrapped_before_or_after(order: str, rul
     assert len(found) == len(expected) == 16
     assert all(map(torch.equal, found, expected))
     assert all(p.grad is None for name, p in wrapped.named_parameters() if "lora" not in name)
+
+
+def test_a_budget_is_for_the_model_inside_of_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = gradients(model, use_cache=False)
+    with enable(model, budget="min", inputs=batch("llama")) as handle:
+        assert {place.name.rpartition(".layers.")[0] for place in handle.places} <= {"model", ""}
+        assert all(map(torch.equal, gradients(model), expected))
+
+
+def test_the_state_of_the_optimizer_counts() -> None:
+    model = build("llama")
+    inputs = {**batch("llama"), "use_cache": False}
+    plain = recollect.profile(model, kwargs=inputs, dry=True).peak_bytes
+    enable(model, budget=plain, inputs=batch("llama")).remove()
+    with pytest.raises(recollect.BudgetError, match="no plan fits"):
+        enable(model, budget=plain, inputs=batch("llama"), optimizer=torch.optim.AdamW)
 
 
 class Sentences(Dataset[Any]):
@@ -156,42 +176,6 @@ def test_a_stream_of_data_needs_a_batch_for_a_budget(tmp_path: Path) -> None:
         train(build("gpt2"), tmp_path, [RecollectCallback(budget="min")], Stream())
     model = build("gpt2")
     train(model, tmp_path, [RecollectCallback(budget="min", inputs=batch("gpt2"))], Stream())
-
-
-def test_supervised_fine_tuning_of_trl_trains_as_without_it(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset as Table
-    from datasets.table import InMemoryTable
-
-    rows = {"input_ids": [Sentences()[n]["input_ids"].tolist() for n in range(8)]}
-    data = Table(
-        InMemoryTable.from_pydict(rows), fingerprint="rows"
-    )  # made of pickles, which some versions cannot make
-    models = []
-    for callbacks in ([], [RecollectCallback()]):
-        model = build("llama")
-        arguments = trl.SFTConfig(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[],
-            save_strategy="no", logging_strategy="no", disable_tqdm=True, gradient_checkpointing=bool(callbacks),
-            pad_token="<pad>", eos_token="<eos>", dataset_kwargs={"skip_prepare_dataset": True}, max_length=None,
-            bf16=False,
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(
-            model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks
-        )
-        trainer.train()
-        models.append(model)
-    assert all(map(torch.equal, *(list(model.parameters()) for model in models)))
-
-
-def tokenizer() -> Any:
-    """As little as fine-tuning on tokens asks for."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{n}": n for n in range(30)} | {"<pad>": 30, "<eos>": 31}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning", "accelerate"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,11 @@ from torch.utils.data import IterableDataset
 
 from recollect._apply.handle import Applied
 from recollect._apply.model import Rules, apply
+from recollect._core.profiles import Profile
+from recollect._core.sharded import is_sharded
+from recollect._fit.loaders import find_largest
 from recollect._fit.plan import plan
+from recollect._fit.ranks import Ranks
 from recollect._inspect.profile import profile
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
@@ -31,7 +35,7 @@ else:
 _log = logging.getLogger("recollect")
 
 
-def enable(
+def enable(  # noqa: PLR0913 (all but the first are for some)
     model: nn.Module,
     rules: Rules | None = None,
     *,
@@ -40,6 +44,8 @@ def enable(
     first: int | None = None,
     budget: int | str | None = None,
     inputs: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    tiers: str | Sequence[str] | None = None,
 ) -> Applied:
     """Make a model of Transformers forget its activations, in place of ``model.gradient_checkpointing_enable()``.
 
@@ -53,15 +59,18 @@ def enable(
         every: as for `recollect.apply`.
         first: as for `recollect.apply`.
         budget: in place of rules, the most memory a step may take, as for `recollect.plan`: ``"40GiB"``, ``"80%"``. The
-            step is followed on fake tensors first; the state of an optimizer counts only where it exists already.
+            step is followed on fake tensors first; of a sharded model it is run. Several processes share one plan, so
+            all of them must call this.
         inputs: for a budget, a batch: what the model is called with, labels included.
+        optimizer: for a budget, whose state counts too: an optimizer, or its class.
+        tiers: for a budget, where values may be sent, as for `recollect.plan`: ``"host"``, ``"disk"``.
 
     Returns:
         A handle, which prints what was applied where; its `remove` restores the model.
 
     Raises:
         TypeError: the model is not one of Transformers.
-        ValueError: a budget is given without inputs, or along with rules.
+        ValueError: a budget is given without inputs, or along with rules; or what only a budget needs, without one.
         BudgetError: no plan fits the budget.
 
     >>> import torch, transformers
@@ -87,26 +96,39 @@ def enable(
             "for other models use recollect.apply(model)"
         )
         raise TypeError(message)
-    if budget is not None:
-        given = {"rules": rules, "policy": policy, "every": every, "first": first}
-        rules = _plan_for(found[0], budget, inputs, [name for name, value in given.items() if value is not None])
-        policy = every = first = None
-    _switch_off(found)
-    return apply(model, rules, policy=policy, every=every, first=first)
-
-
-def _plan_for(model: Any, budget: int | str, inputs: Mapping[str, Any] | None, others: list[str]) -> Any:
-    if others:
-        message = f"budget={budget!r} finds out what to keep, so {', '.join(others)} cannot be given with it"
+    by_hand = _list_given(rules=rules, policy=policy, every=every, first=first)
+    for_budget = _list_given(inputs=inputs, optimizer=optimizer, tiers=tiers)
+    if budget is None:
+        if for_budget:
+            message = f"{', '.join(for_budget)}: only for budget=, which is missing"
+            raise ValueError(message)
+        _switch_off(found)
+        return apply(model, rules, policy=policy, every=every, first=first)
+    if by_hand:
+        message = f"budget={budget!r} finds out what to keep, so {', '.join(by_hand)} cannot be given with it"
         raise ValueError(message)
     if inputs is None:
         message = f"budget={budget!r} needs inputs=, a batch that the model is called with: sizes decide what fits"
         raise ValueError(message)
-    _switch_off([model])
+    _switch_off(found)
+    # A plan names modules as the model that was profiled does: the one inside of PEFT, DDP or torch.compile.
+    inner = found[0]
+    ranks = Ranks(inner)
+    seen = ranks.together(lambda: _take_profile(inner, inputs, optimizer))
+    return apply(inner, ranks.decide(lambda: plan(seen, budget=budget, tiers=tiers)))
+
+
+def _list_given(**options: Any) -> list[str]:
+    return [name for name, value in options.items() if value is not None]
+
+
+def _take_profile(model: Any, inputs: Mapping[str, Any], optimizer: Any) -> Profile:
+    """A step on fake tensors; a real one of a sharded model, whose gathers fake tensors cannot follow."""
     step = dict(inputs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         step["use_cache"] = False
-    return plan(profile(model, kwargs=step, dry=True), budget=budget)
+    is_dry = not any(map(is_sharded, model.parameters()))
+    return profile(model, kwargs=step, optimizer=_unwrap(optimizer), dry=is_dry)
 
 
 def _switch_off(models: list[Any]) -> None:
@@ -128,8 +150,9 @@ class RecollectCallback(TrainerCallback):
         policy: as for `enable`.
         every: as for `enable`.
         first: as for `enable`.
-        budget: as for `enable`.
-        inputs: for a budget, a batch; by default the first one of the training data.
+        budget: as for `enable`; the state of the trainer's optimizer counts.
+        inputs: for a budget, a batch; by default the largest of the first 64 of the training data.
+        tiers: as for `enable`.
 
     Attributes:
         handle: what `enable` returned, while it trains.
@@ -147,9 +170,11 @@ class RecollectCallback(TrainerCallback):
         first: int | None = None,
         budget: int | str | None = None,
         inputs: Mapping[str, Any] | None = None,
+        tiers: str | Sequence[str] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "rules": rules, "policy": policy, "every": every, "first": first, "budget": budget, "inputs": inputs,
+            "tiers": tiers,
         }  # fmt: skip
         self.handle: Applied | None = None
 
@@ -157,11 +182,13 @@ class RecollectCallback(TrainerCallback):
         """Called by the trainer."""
         del args, state, control
         options, model = dict(self._options), given["model"]
+        if options["budget"] is not None:
+            options["optimizer"] = given.get("optimizer")
         if options["budget"] is not None and options["inputs"] is None:
             device = next(model.parameters()).device
             options["inputs"] = {
                 name: value.to(device) if isinstance(value, torch.Tensor) else value
-                for name, value in _first_batch(given["train_dataloader"]).items()
+                for name, value in _find_batch(given["train_dataloader"]).items()
             }
         self._undo()
         self.handle = enable(model, **options)
@@ -177,13 +204,18 @@ class RecollectCallback(TrainerCallback):
             self.handle = None
 
 
-def _first_batch(loader: Any) -> Mapping[str, Any]:
-    """The first batch of the training data, which training still begins with, as with its random numbers."""
+def _unwrap(optimizer: Any) -> Any:
+    """The optimizer that Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _find_batch(loader: Any) -> Mapping[str, Any]:
+    """The largest of the first batches; training still begins with the first one, and with the same random numbers."""
     if loader is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
         message = "budget= needs inputs=, a batch, where the training data is a stream: reading it would lose a batch"
         raise ValueError(message)
-    with torch.random.fork_rng():
-        batch = next(iter(loader))
+    # Accelerate's loaders count their epochs and talk to other processes; the one inside does neither.
+    batch = find_largest(getattr(loader, "base_dataloader", loader))
     if not isinstance(batch, Mapping):
         message = f"budget= needs inputs=, a batch by name: the training data gives {type(batch).__name__}"
         raise TypeError(message)
