@@ -242,6 +242,9 @@ def host_cost(device: torch.device) -> None:
         say(name, f"{spent_us:.2f} us")
     say("copies themselves", f"{cost.copies_us:.2f} us")
     say("host time without them", f"{cost.own_us:.1f} us", f"<= {MOST_US} us", is_met=cost.own_us <= MOST_US)
+    if device.type != "cpu":
+        nothing = measure_host(torch.device("cpu"))
+        say("the same on this host, with a link that carries nothing", f"{nothing.own_us:.1f} us")
 
 
 def on_disk(folder: Path, total: int) -> None:

@@ -69,9 +69,9 @@ def make_copy(lanes: DeviceLanes, *after: Any, times: Any = None) -> Copy:
 def test_copies_that_begin_together_meet_the_computing_stream_once(lanes: DeviceLanes, way: str) -> None:
     copies = [make_copy(lanes) for _ in range(3)]
     getattr(lanes, way)(copies)
-    lane = copies[0].end.at[0]
+    lane = copies[0].end.event.at[0]
     assert lane.waited == [(lanes.current(), 1)]
-    assert [copy.end.at for copy in copies] == [(lane, 1)] * 3  # small ones have one event together
+    assert [copy.end.event.at for copy in copies] == [(lane, 1)] * 3  # small ones have one event together
     assert all(torch.equal(copy.target, copy.source) for copy in copies)
 
 
@@ -79,7 +79,7 @@ def test_large_copies_end_apart(lanes: DeviceLanes) -> None:
     sizes = [4, 2**18, 4, 2**18, 4]
     copies = [Copy(torch.zeros(size), torch.ones(size), lanes.current(), (), None) for size in sizes]
     lanes.copy_out(copies)
-    assert [copy.end.at[1] for copy in copies] == [1, 1, 2, 2, 3]
+    assert [copy.end.event.at[1] for copy in copies] == [1, 1, 2, 2, 3]
 
 
 def test_copies_that_were_begun_before_one_fails_have_an_end(lanes: DeviceLanes) -> None:
@@ -95,9 +95,48 @@ def test_a_copy_waits_for_the_marks_that_it_must_come_after(lanes: DeviceLanes) 
     lanes.copy_out([first])
     second = make_copy(lanes, first.end)
     lanes.copy_back([second])
-    assert second.end.at[0].waited == [(lanes.current(), 2), first.end.at]
+    assert second.end.event.at[0].waited == [(lanes.current(), 2), first.end.event.at]
     lanes.hold(lanes.current(), second.end)
-    assert lanes.current().waited == [second.end.at]  # type: ignore[attr-defined]
+    assert lanes.current().waited == [second.end.event.at]  # type: ignore[attr-defined]
+
+
+def test_a_stream_that_has_waited_for_a_mark_does_not_wait_for_those_before_it(lanes: DeviceLanes) -> None:
+    copies = [make_copy(lanes) for _ in range(4)]
+    lanes.copy_back(copies[:2])
+    lanes.copy_back(copies[2:])
+    stream: Any = lanes.current()
+    for copy in (copies[2], copies[3], copies[0], copies[1]):
+        lanes.hold(stream, copy.end)
+    assert stream.waited == [copies[2].end.event.at]
+
+
+def test_of_two_streams_each_waits(lanes: DeviceLanes) -> None:
+    copy = make_copy(lanes)
+    lanes.copy_back([copy])
+    waiting = [NotedStream(DEVICE), NotedStream(DEVICE)]
+    for stream in waiting:
+        lanes.hold(stream, copy.end)
+    assert [stream.waited for stream in waiting] == [[copy.end.event.at]] * 2
+
+
+def test_buffers_that_came_back_together_are_waited_for_once(lanes: DeviceLanes) -> None:
+    before = [make_copy(lanes) for _ in range(3)]
+    lanes.copy_back(before)
+    after = [make_copy(lanes, copy.end) for copy in before]
+    lanes.copy_out(after)
+    assert after[0].end.event.at[0].waited == [(lanes.current(), 2), before[0].end.event.at]
+
+
+def test_a_mark_of_an_event_that_is_used_again_is_waited_for_again(
+    lanes: DeviceLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_MOST_EVENTS", 1)
+    stream: Any = lanes.current()
+    for number in range(1, 4):
+        copy = make_copy(lanes)
+        lanes.copy_back([copy])
+        lanes.hold(stream, copy.end)
+        assert len(stream.waited) == number
 
 
 def test_events_are_used_again_and_only_ever_stand_for_later_points(
@@ -111,7 +150,7 @@ def test_events_are_used_again_and_only_ever_stand_for_later_points(
         lanes.copy_out([copy])
         marks.append((number, copy.end))
     assert NotedEvent.made - made == 3
-    assert all(event.at[1] >= number for number, event in marks)
+    assert all(mark.event.at[1] >= number for number, mark in marks)
 
 
 def test_the_times_of_copies_are_taken_with_events_of_their_own(lanes: DeviceLanes) -> None:

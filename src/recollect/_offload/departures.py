@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import ref
 
+from recollect._core.torch_private.engine import next_sequence
 from recollect._core.torch_private.storages import count_holders
 from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Parcel
@@ -63,10 +64,14 @@ class Departures:
         self.release_done(step)
         return self._transfers.leaving_bytes + parcel.kind.size <= self._in_flight
 
-    def flush(self, sequence: int) -> None:
-        """Send what waits, if it is worth a copy, except what the operator of that sequence number is saving now."""
+    def flush(self, sequence: int | None) -> None:
+        """Send what waits, if it is worth a copy, except what the operator that runs next is saving now.
+
+        Args:
+            sequence: that operator's number; None to have it asked for if it is needed.
+        """
         if self._pending_bytes >= self._together:
-            self._flush(sequence)
+            self._flush(next_sequence() if sequence is None else sequence)
         if self.waiting:
             self._send_unheld()
 

@@ -133,12 +133,16 @@ class Handle:
     def __del__(self) -> None:
         self.parcel.users -= 1
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is the parcel, as it is copied."""
+        return self.kind is self.parcel.kind and self.kind.is_dense
+
     def on(self, here: Tensor, start: int) -> Tensor:
         """The tensor, on memory whose storage begins with byte `start` of the original."""
-        kind = self.kind
-        if kind is self.parcel.kind and kind.is_dense:
+        if self.is_whole:
             return here.data  # with a version of its own, as if it were made anew
-        return kind.on(here.untyped_storage(), start)
+        return self.kind.on(here.untyped_storage(), start)
 
 
 class Stayed:

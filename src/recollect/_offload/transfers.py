@@ -285,6 +285,7 @@ class Transfers:
         coming: list[Parcel] = []
         copies: list[Copy] = []
         staging: list[tuple[Buffer, Copy]] = []  # which is free again after its copy
+        stream: object = None
         for parcel in parcels:
             buffer, lanes, reading = parcel.buffer, parcel.lanes, parcel.reading
             if reading is not None:
@@ -295,10 +296,12 @@ class Transfers:
                 continue
             if buffer is None:
                 continue  # it was changed before it had left
-            if coming and coming[-1].lanes is not lanes:
+            if not coming:
+                stream = lanes.current()
+            elif coming[-1].lanes is not lanes:
                 self._copy_back(coming, copies)
-                coming, copies = [], []
-            copy = self._make_copy_back(parcel, lanes.current(), buffer)
+                coming, copies, stream = [], [], lanes.current()
+            copy = self._make_copy_back(parcel, stream, buffer)
             coming.append(parcel)
             copies.append(copy)
             if reading is not None:
