@@ -45,5 +45,5 @@ def _describe(work: Work, point: Point) -> Alternative:
         peak_bytes=point.peak_bytes,
         step_s=point.step_s,
         regions=tuple(write_regions(problem, point.choice)),
-        memory=MemoryTrack.of(played.bytes_at, [problem.seconds[call] for call in played.calls], point.step_s),
+        memory=MemoryTrack.of(played.bytes_at.tolist(), [problem.seconds[call] for call in played.calls], point.step_s),
     )

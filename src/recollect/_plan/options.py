@@ -89,9 +89,9 @@ def weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal) 
     from_step = seen.places[start - 1] + 1
     return Weighed(
         option=option,
-        freed_bytes=plain.bytes_at[plain.places[turn]] - seen.bytes_at[seen.places[turn]],
-        forward_bytes=max(seen.bytes_at[segment.runs[0].first : segment.runs[-1].stop]),
-        backward_bytes=max(seen.bytes_at[from_step : seen.places[end - 1] + 1], default=0) if end > start else 0,
+        freed_bytes=plain.bytes_while(turn) - seen.bytes_while(turn),
+        forward_bytes=seen.most_bytes(segment.runs[0].first, segment.runs[-1].stop),
+        backward_bytes=seen.most_bytes(from_step, seen.places[end - 1] + 1) if end > start else 0,
         again_s=seen.again_s,
     )
 
@@ -111,7 +111,7 @@ def move(weighed: Weighed, problem: Problem, plain: Rehearsal, here: Segment, th
     def before(segment: Segment) -> tuple[int, int]:
         start, _ = backward_of(problem, segment)
         first = segment.runs[0].first
-        return plain.bytes_at[plain.places[first - 1] if first else 0], plain.bytes_at[plain.places[start - 1]]
+        return plain.bytes_while(max(first - 1, 0)), plain.bytes_while(start - 1)
 
     forward, backward = (other - own for own, other in zip(before(here), before(there), strict=True))
     return replace(

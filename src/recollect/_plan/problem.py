@@ -6,6 +6,7 @@ run, what is decided holds for the module. Saved values are followed by storage:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections import Counter, defaultdict
@@ -17,6 +18,7 @@ from recollect._core.decisions import Site
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
 from recollect._plan.journeys import LEAST_BYTES
+from recollect._plan.occupancy import Occupancy
 
 _CAST, _HALVES = "aten._to_copy.default", ("bfloat16", "float16")
 
@@ -33,6 +35,8 @@ class Run:
         makes: the storages that are made in it, each with the calls that make it: the first, and later writers.
         end: the backward call after the last that belongs to the run; 0 if none does.
         last_needed: the call at which running again may stop: what comes from there on saves nothing.
+        needs: the storages made in the run that its backward asks for.
+        read_outside: the storages that running it again reads, and that are made elsewhere.
     """
 
     path: str
@@ -42,16 +46,13 @@ class Run:
     makes: dict[int, tuple[int, ...]]
     end: int
     last_needed: int
+    needs: frozenset[int]
+    read_outside: frozenset[int]
 
     @property
     def start(self) -> int | None:
         """The first backward call that asks for something; None if none does."""
         return self.asks[0][0] if self.asks else None
-
-    @property
-    def needs(self) -> frozenset[int]:
-        """The storages made in the run that its backward asks for."""
-        return frozenset(storage for _, storages in self.asks for storage in storages if storage in self.makes)
 
 
 class Problem:
@@ -71,6 +72,7 @@ class Problem:
         device_s: likewise, what the device takes for it.
         host_s: likewise, what the host takes to launch it; 0 where the host runs the step itself.
         plain_s: what the plain step took.
+        busy_s: how long the device and the host are busy in it; None if the host runs the step itself.
         is_host_bound: whether the host's time is the step's: what it does for regions counts in full.
         released: for each forward call the backward call at whose start what it saved is gone.
 
@@ -91,6 +93,7 @@ class Problem:
         self.host_s = _smooth(self.calls, [call.host_s for call in self.calls])
         self.plain_s = sum(call.seconds or 0.0 for call in self.calls)
         host_s, device_s = profile.host_s, profile.device_s
+        self.busy_s = None if host_s is None or device_s is None else (device_s, host_s)
         self.is_host_bound = host_s is None or device_s is None or host_s >= device_s
         self.reads = [call.reads for call in self.calls]
         self.makes: list[tuple[int, ...]] = [()] * len(self.calls)
@@ -109,7 +112,6 @@ class Problem:
         )
         self._asked, self.released = self._read_backward()
         self.last_use = self._find_last_uses()
-        self._lasting = [at for at in range(len(self.spans)) if self.sizes[at] and self.is_lasting(at)]
         self._runs = self._find_runs()
 
     def _casts_parameter(self, number: int) -> bool:
@@ -119,6 +121,12 @@ class Problem:
     def runs_of(self, path: str) -> list[Run]:
         """The runs of a module, in the order of forward."""
         return self._runs.get(path, [])
+
+    @functools.cached_property
+    def occupancy(self) -> Occupancy:
+        """What its storages take, step by step."""
+        workspaces = [call.workspace_bytes for call in self.calls]
+        return Occupancy(self.sizes, self.spans, workspaces, self.profile.fixed_bytes)
 
     @property
     def paths(self) -> list[str]:
@@ -135,13 +143,15 @@ class Problem:
         start, end = self.spans[storage]
         return start < 0 or end is None
 
-    def lasting_at(self, moment: int) -> list[int]:
-        """The storages that no schedule can do without at a call, because they live through the step or to its end."""
-        return [
-            at
-            for at in self._lasting
-            if self.spans[at][0] <= moment and (self.spans[at][1] is None or (self.spans[at][1] or 0) > moment)
-        ]
+    @functools.cached_property
+    def lasting_bytes_at(self) -> list[int]:
+        """For each call, the bytes that no schedule can do without: they live through the step, or to its end."""
+        changes = [0] * (len(self.calls) + 1)
+        for at, (start, end) in enumerate(self.spans):
+            if self.sizes[at] and self.is_lasting(at) and start < len(self.calls):
+                changes[max(start, 0)] += self.sizes[at]
+                changes[len(self.calls) if end is None else max(end, start, 0)] -= self.sizes[at]
+        return list(itertools.accumulate(changes[:-1]))
 
     def is_sent(self, storage: int, runs: Sequence[Run]) -> bool:
         """Whether a storage leaves the device if what these runs save is sent away."""
@@ -236,6 +246,10 @@ class Problem:
             makes={storage: tuple(calls) for storage, calls in makes.items()},
             end=max((ends.get(number, 0) for number in range(first, stop)), default=0),
             last_needed=last_needed,
+            needs=frozenset(storage for own in asks.values() for storage in own if storage in makes),
+            read_outside=frozenset(
+                storage for number in range(first, last_needed) for storage in self.reads[number]
+            ).difference(makes),
         )
 
 

@@ -59,7 +59,7 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
     parts = {part.path: part for segment in chain if has_parts for part in find_parts(problem, segment)}
     last = chain[-1]
     start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
-    rest = max(plain.bytes_at[last.runs[-1].stop : start], default=0)
+    rest = plain.most_bytes(last.runs[-1].stop, start)
     high, low = plain.peak_bytes, 0
     for _ in range(_NARROWINGS):
         middle = (low + high) // 2

@@ -12,11 +12,16 @@ import bisect
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from recollect._plan.journeys import Journey, find_absences
+from recollect._plan.occupancy import Order
 from recollect._plan.problem import Problem, Run
+
+if TYPE_CHECKING:
+    from recollect._plan.occupancy import Numbers
 
 
 class Way(enum.Enum):
@@ -76,26 +81,34 @@ class Rehearsal:
         step_s: how long the step takes: the device and the host work side by side, and the slower counts.
     """
 
-    bytes_at: tuple[int, ...]
-    calls: tuple[int, ...]
-    places: tuple[int, ...]
+    bytes_at: Numbers
+    calls: list[int]
+    places: list[int]
     again_s: float
     step_s: float
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use at a time."""
-        return max(self.bytes_at)
+        return int(self.bytes_at.max())
 
     @property
     def peak_step(self) -> int:
         """The first step at which that many are."""
-        return self.bytes_at.index(self.peak_bytes)
+        return int(self.bytes_at.argmax())
 
     @property
     def peak_call(self) -> int:
         """The call at which that many are."""
         return self.calls[self.peak_step]
+
+    def bytes_while(self, call: int) -> int:
+        """The bytes in use while a call of the profile runs, for the first time."""
+        return int(self.bytes_at[self.places[call]])
+
+    def most_bytes(self, first: int, stop: int) -> int:
+        """The most bytes in use from one step to before another; 0 if there is none."""
+        return int(self.bytes_at[first:stop].max(initial=0))
 
 
 def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:
@@ -144,22 +157,13 @@ class _Stage:
         for index, (_, _, again) in enumerate(found):
             for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
-        self._steps: list[int] = []
         self._overhead_s = sum(
             find_overhead_s(treatment.way, run.stop - run.first, sum(len(calls) for _, calls in again))
             for run, treatment, again in found
         )
-        self._owners: dict[int, int] = {}  # of steps that run again: which of the chosen runs
-        self._before: list[int] = []  # for each call: the first step that runs for it
-        self._at: list[int] = []
-        for number in range(len(problem.calls)):
-            self._before.append(len(self._steps))
-            for call, index in inserted.get(number, ()):
-                self._owners[len(self._steps)] = index
-                self._steps.append(call)
-            self._at.append(len(self._steps))
-            self._steps.append(number)
-        self._before.append(len(self._steps))
+        self._order = order = Order(len(problem.calls), inserted)
+        self._steps, self._owners = order.calls, order.owners
+        self._at, self._before = order.at, order.before
 
     def play(self) -> Rehearsal:
         problem, steps = self._problem, self._steps
@@ -171,31 +175,10 @@ class _Stage:
                     ends[storage] = self._end_without(run, storage)
         self._follow(ends, copies)
         waits_s = self._send_away(ends, copies)
-        changes = [0] * (len(steps) + 1)
-        held = problem.profile.fixed_bytes
-        for storage, (start, end) in enumerate(problem.spans):
-            size = problem.sizes[storage]
-            if not size:
-                continue
-            changed = ends.get(storage)
-            stop = changed if changed is not None else (len(steps) if end is None else self._before[max(end, start)])
-            if start < 0:
-                held += size
-                changes[stop] -= size
-            elif start < len(self._at) and self._at[start] < stop:
-                changes[self._at[start]] += size
-                changes[stop] -= size
-        for start, stop, size in copies:
-            changes[start] += size
-            changes[stop] -= size
-        levels = itertools.accumulate(changes[: len(steps)], initial=held)
-        next(levels)
         return Rehearsal(
-            bytes_at=tuple(
-                level + problem.calls[call].workspace_bytes for level, call in zip(levels, steps, strict=True)
-            ),
-            calls=tuple(steps),
-            places=tuple(self._at),
+            bytes_at=problem.occupancy.follow(self._order, ends, copies),
+            calls=steps,
+            places=self._at,
             again_s=sum(problem.seconds[steps[step]] for step in self._owners)
             + (self._overhead_s if problem.is_host_bound else 0.0)
             + waits_s,
@@ -245,7 +228,7 @@ class _Stage:
             storage
             for run, treatment in self._chosen
             if treatment.way is not Way.OFFLOAD
-            for storage in _read_outside(problem, run)
+            for storage in run.read_outside
         )
         for index, asked in first.items():
             run, treatment = self._chosen[index]
@@ -263,11 +246,11 @@ class _Stage:
 
     def _time(self) -> float:
         problem, again = self._problem, [self._steps[step] for step in self._owners]
-        profile = problem.profile
-        if profile.host_s is None or profile.device_s is None:
+        if problem.busy_s is None:
             return problem.plain_s + sum(problem.seconds[call] for call in again) + self._overhead_s
-        device_s = profile.device_s + sum(problem.device_s[call] for call in again)
-        host_s = profile.host_s + sum(problem.host_s[call] for call in again) + self._overhead_s
+        device_s, host_s = problem.busy_s
+        device_s += sum(problem.device_s[call] for call in again)
+        host_s += sum(problem.host_s[call] for call in again) + self._overhead_s
         return max(problem.plain_s, device_s, host_s)
 
     def _end_without(self, run: Run, storage: int) -> int:
@@ -292,7 +275,7 @@ class _Stage:
             run, treatment = self._chosen[index]
             if treatment.way is not Way.REPLAY:
                 served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
-                for storage in (*_read_outside(problem, run), *served):
+                for storage in (*run.read_outside, *served):
                     self._hold(ends, storage, step + 1)
         for (index, storage), (first, used) in made.items():
             run, treatment = self._chosen[index]
@@ -348,7 +331,7 @@ def find_held(problem: Problem, run: Run, treatment: Treatment) -> list[int]:
     served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
     return [
         storage
-        for storage in (*_read_outside(problem, run), *served)
+        for storage in (*run.read_outside, *served)
         if problem.can_leave(storage) and all(run.first <= by < run.stop for by in problem.saved_by.get(storage, ()))
     ]
 
@@ -361,9 +344,3 @@ def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:
             for storage in storages:
                 asked[storage] = min(asked.get(storage, moment), moment)
     return {storage: moment for storage, moment in asked.items() if problem.is_sent(storage, runs)}
-
-
-def _read_outside(problem: Problem, run: Run) -> Iterable[int]:
-    """What a run reads that is made elsewhere."""
-    found = {storage for call in range(run.first, run.last_needed) for storage in problem.reads[call]}
-    return found.difference(run.makes)

@@ -43,10 +43,12 @@ def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:
                 lasts[storage] = moment
     pressing, most = problem.forward_count, -1
     waiting = dict(sorted(lasts.items(), key=lambda item: -item[1]))
+    waiting_bytes = sum(problem.sizes[storage] for storage in waiting)
     for moment in range(problem.forward_count, max(lasts.values(), default=problem.forward_count)):
         while waiting and next(reversed(waiting.values())) <= moment:
-            waiting.popitem()
-        pressure = _count_fixed(problem, moment, waiting) + sum(problem.sizes[storage] for storage in waiting)
+            storage, _ = waiting.popitem()
+            waiting_bytes -= problem.sizes[storage]
+        pressure = _count_fixed(problem, moment, waiting) + waiting_bytes
         if pressure >= most:
             pressing, most = moment, pressure
     found = []
@@ -63,6 +65,6 @@ def _count_fixed(problem: Problem, moment: int, later: Collection[int]) -> int:
     return (
         problem.profile.fixed_bytes
         + call.workspace_bytes
-        + sum(problem.sizes[at] for at in problem.lasting_at(moment))
+        + problem.lasting_bytes_at[moment]
         + sum(problem.sizes[at] for at in touched if not problem.is_lasting(at))
     )

@@ -37,52 +37,75 @@ def choose_options(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_b
     size = wanted // unit + 2
     costs = np.full(size, np.inf)  # by bytes freed so far, in units; the last place is "enough for all"
     costs[0] = 0.0
-    choices: list[Any] = []
-    origins: list[Any] = []
+    stages: list[_Stage] = []
     for options in chain:
-        after = np.full(size, np.inf)
-        choice = np.full(size, -1, dtype=np.int32)
-        origin = np.zeros(size, dtype=np.int32)
+        stage = _Stage(np, size)
         for number, weighed in enumerate(options):
             needed = max(weighed.forward_bytes, weighed.backward_bytes) - budget_bytes
             first = max(0, needed) // unit  # whoever judges sees if that was too little
-            reached = costs[first:] + weighed.again_s
             step = (weighed.freed_bytes + unit // 2) // unit
-            sources = np.arange(first, size)
-            targets = np.clip(sources + step, 0, size - 1)
-            _relax(np, after, choice, origin, (targets, reached, sources, number))
-        choices.append(choice)
-        origins.append(origin)
-        costs = after
+            if first < size:
+                stage.relax(costs[first:] + weighed.again_s, first, step, number)
+        stages.append(stage)
+        costs = stage.costs
     needed = max(0, rest_bytes - budget_bytes) // unit
     ends = costs[needed:]
     if not np.isfinite(ends).any():
         return None
     at = needed + int(np.argmin(ends))
     found: list[Weighed] = []
-    for options, choice, origin in zip(reversed(chain), reversed(choices), reversed(origins), strict=True):
-        found.append(options[int(choice[at])])
-        at = int(origin[at])
+    for options, stage in zip(reversed(chain), reversed(stages), strict=True):
+        number, at = stage.trace(at)
+        found.append(options[number])
     return found[::-1]
 
 
-def _relax(np: Any, after: Any, choice: Any, origin: Any, moves: tuple[Any, Any, Any, int]) -> None:
-    """Take the moves that are cheaper than what is known. Only the last place can be reached by several of them."""
-    targets, reached, sources, number = moves
-    if not len(targets):
-        return
-    last = len(after) - 1
-    inner = targets < last
-    better = np.zeros(len(targets), dtype=bool)
-    better[inner] = reached[inner] < after[targets[inner]]
-    overflow = np.flatnonzero(~inner)
-    if len(overflow):
-        cheapest = overflow[np.argmin(reached[overflow])]
-        better[cheapest] = reached[cheapest] < after[last]
-    chosen = targets[better]
-    after[chosen] = reached[better]
-    choice[chosen] = number
-    origin[chosen] = sources[better]
+class _Stage:
+    """What is known after a segment, by bytes freed so far, in units: the least time, and which option led there.
+
+    Args:
+        np: numpy.
+        size: how many numbers of bytes there are.
+
+    Attributes:
+        costs: the least time.
+    """
+
+    def __init__(self, np: Any, size: int) -> None:
+        self._np, self._last = np, size - 1
+        self.costs = np.full(size, np.inf)
+        self._choices = np.full(size, -1, dtype=np.int32)
+        self._steps: dict[int, int] = {}
+        self._ends: dict[int, int] = {}  # of the two ends, which many places lead to: from which one
+
+    def relax(self, reached: Any, first: int, step: int, number: int) -> None:
+        """Take an option where it is quicker than what is known.
+
+        Args:
+            reached: the time with it, for each place from `first` on.
+            first: the least that must have been freed before.
+            step: how much it frees; less than nothing where it takes more.
+            number: of the option.
+        """
+        self._steps[number] = step
+        stop = self._last + 1
+        low, high = (min(max(first, end - step), stop) for end in (1, self._last))  # lead to places between the ends
+        if low < high:
+            inner = reached[low - first : high - first]
+            known = self.costs[low + step : high + step]
+            is_better = inner < known
+            self._choices[low + step : high + step][is_better] = number
+            self._np.minimum(known, inner, out=known)
+        for end, start, until in ((0, first, low), (self._last, high, stop)):
+            if start < until:
+                best = start + int(self._np.argmin(reached[start - first : until - first]))
+                if reached[best - first] < self.costs[end]:
+                    self.costs[end], self._choices[end], self._ends[end] = reached[best - first], number, best
+
+    def trace(self, at: int) -> tuple[int, int]:
+        """The option that led to a place, and from where."""
+        number = int(self._choices[at])
+        return number, self._ends[at] if at in self._ends else at - self._steps[number]
 
 
 def _import_numpy() -> Any:
