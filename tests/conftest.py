@@ -77,6 +77,12 @@ def pytest_collection_finish() -> None:
     collect_new()  # all that collecting made stays; later collections need not look at it
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        collect_new()  # compilers and packages that this file imported are walked over once, and not in each plan
+
+
 def share_out(items: list[pytest.Item]) -> None:
     """Say which tests go to the same process: chunks of a file, slow ones early, and together what shares processes."""
     items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), item.get_closest_marker("slow") is None))

@@ -23,6 +23,7 @@ from tests.contracts.stepping import (
     run_step,
 )
 from tests.corpus import CASES, Case
+from tests.trying import try_all
 
 Engine = Callable[..., Any]
 
@@ -54,34 +55,26 @@ def assert_same(case: Case, engine: str, derive: Derive) -> None:
         assert differing == [], f"{what} {differing} differ"
 
 
-def combinations(allowed: Callable[[str, Case], bool]) -> pytest.MarkDecorator:
-    pairs = [(engine, case) for case in CASES for engine in ENGINES if allowed(engine, case)]
-    return pytest.mark.parametrize(("engine", "case"), pairs, ids=lambda value: str(value))
+def assert_same_by_all(case: Case, derive: Derive, *, reentrant: bool) -> None:
+    engines = [engine for engine in ENGINES if engine != "reentrant" or reentrant]
+    try_all(lambda engine: assert_same(case, engine, derive), engines)
 
 
-def any_engine(engine: str, case: Case) -> bool:
-    return engine != "reentrant" or case.has_reentrant
-
-
-def without_reentry(engine: str, case: Case) -> bool:
-    return engine != "reentrant" and bool(case)
-
-
-@combinations(any_engine)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("derive", [by_backward, by_backward_twice])
-def test_backward_gives_what_the_plain_step_gives(engine: str, case: Case, derive: Derive) -> None:
-    assert_same(case, engine, derive)
+def test_backward_gives_what_the_plain_step_gives(case: Case, derive: Derive) -> None:
+    assert_same_by_all(case, derive, reentrant=case.has_reentrant)
 
 
-@combinations(without_reentry)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("derive", [by_grad, by_backward_to_some])
-def test_partial_passes_give_what_the_plain_step_gives(engine: str, case: Case, derive: Derive) -> None:
-    assert_same(case, engine, derive)
+def test_partial_passes_give_what_the_plain_step_gives(case: Case, derive: Derive) -> None:
+    assert_same_by_all(case, derive, reentrant=False)
 
 
-@combinations(lambda engine, case: without_reentry(engine, case) and case.has_double_backward)
-def test_double_backward_gives_what_the_plain_step_gives(engine: str, case: Case) -> None:
-    assert_same(case, engine, by_double_backward)
+@pytest.mark.parametrize("case", [case for case in CASES if case.has_double_backward], ids=str)
+def test_double_backward_gives_what_the_plain_step_gives(case: Case) -> None:
+    assert_same_by_all(case, by_double_backward, reentrant=False)
 
 
 CALL_AUTOGRAD = ("gradient inside", "backward inside")

@@ -1,5 +1,6 @@
 """Writes in place into kept values, after kept values, and by kept blocks: right, or refused; never silently wrong."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import recollect
 from recollect import Decision, policies
 from recollect._policy.base import PolicyLike
 from tests.selective.comparing import SIZE, STEPS, assert_like_plain, square, squares
+from tests.trying import try_all
 from tests.watching import backward
 
 # Many of these policies match nothing on purpose.
@@ -25,7 +27,6 @@ PRODUCTS: dict[str, PolicyLike] = {
     "block": policies.save_names("product"),
 }
 each_policy = pytest.mark.parametrize("policy", PRODUCTS.values(), ids=PRODUCTS)
-twice_or_once = pytest.mark.parametrize("twice", [False, True])
 
 
 @recollect.region("product")
@@ -50,24 +51,26 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 
-@each_policy
 @each_write
-@twice_or_once
-def test_a_write_right_after_the_kept_value_is_made(
-    policy: PolicyLike, write: Callable[[Tensor, Tensor], Tensor], twice: bool
-) -> None:
-    assert_like_plain(lambda x, w: write(product(x, w), x).sin().exp(), policy, squares(2), twice=twice)
+def test_a_write_right_after_the_kept_value_is_made(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return write(product(x, w), x).sin().exp()
+
+    def check(variant: tuple[str, bool]) -> None:
+        name, twice = variant
+        assert_like_plain(fn, PRODUCTS[name], squares(2), twice=twice)
+
+    try_all(check, itertools.product(PRODUCTS, [False, True]))
 
 
-@each_policy
 @each_write
-def test_a_write_after_the_kept_value_was_read(policy: PolicyLike, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_a_write_after_the_kept_value_was_read(write: Callable[[Tensor, Tensor], Tensor]) -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         h = product(x, w)
         before = (h + 1).tanh()  # reads it, and saves nothing of it
         return before * write(h, x).exp()
 
-    assert_like_plain(fn, policy, squares(2))
+    try_all(lambda name: assert_like_plain(fn, PRODUCTS[name], squares(2)), PRODUCTS)
 
 
 @each_policy
@@ -146,31 +149,32 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+MODULES: list[PolicyLike] = [
+    policies.save_modules("linear"),
+    policies.save_modules("activation"),
+    policies.save_modules("linear", "activation"),
+    policies.save_modules("*"),
+    policies.first_match(policies.save_modules("activation"), policies.save_matmuls),
+    policies.save_all,
+]
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("is_written", [False, True])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.save_modules("linear"),
-        policies.save_modules("activation"),
-        policies.save_modules("linear", "activation"),
-        policies.save_modules("*"),
-        policies.first_match(policies.save_modules("activation"), policies.save_matmuls),
-        policies.save_all,
-    ],
-    ids=str,
-)
-@twice_or_once
-def test_kept_modules_whose_results_or_inputs_are_written(
-    policy: PolicyLike, activation: str, is_written: bool, twice: bool
-) -> None:
+def test_kept_modules_whose_results_or_inputs_are_written(activation: str, is_written: bool) -> None:
     # silu and rrelu save their input, which they then overwrite, so plain autograd saves a copy or refuses
     net = Writes(activation=ACTIVATIONS[activation](), is_written=is_written)
     try:
         backward(net(square()).sum())
     except RuntimeError:
         pytest.skip("plain autograd refuses it")
-    assert_like_plain(net, policy, squares(1), twice=twice)
+
+    def check(variant: tuple[PolicyLike, bool]) -> None:
+        policy, twice = variant
+        fresh = Writes(activation=ACTIVATIONS[activation](), is_written=is_written)
+        assert_like_plain(fresh, policy, squares(1), twice=twice)
+
+    try_all(check, itertools.product(MODULES, [False, True]))
 
 
 def test_a_kept_module_that_writes_into_the_regions_argument_is_right_or_refused() -> None:

@@ -65,7 +65,9 @@ def alternate(
     for step in steps.values():  # warm up: lazy initialisation, library handles, allocator pools
         step()
     gc.collect()
-    gc.freeze()  # what packages have imported need not be walked over between turns
+    is_frozen = gc.get_freeze_count() > 0  # then by the caller, who wants it to stay so
+    if not is_frozen:
+        gc.freeze()  # what packages have imported need not be walked over between turns
     for turn in range(rounds):
         for name in order if turn % 2 == 0 else order[::-1]:
             gc.collect()
@@ -80,7 +82,8 @@ def alternate(
                 gc.enable()
             if on_accelerator:
                 peaks[name] = max(peaks.get(name, 0), torch.accelerator.max_memory_allocated(device))
-    gc.unfreeze()
+    if not is_frozen:
+        gc.unfreeze()
     return {name: Timing(rounds_s=tuple(own), peak_bytes=peaks.get(name)) for name, own in times.items()}
 
 
