@@ -6,6 +6,7 @@ All of them preserve random state and check the metadata of recomputed tensors, 
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from recollect._bench.rivals import Call, call_reentrant, call_remat, call_torch
 
 torch_remat = find_remat()
 OURS = "recollect"
+OURS_WRAPPING = "recollect, wrapped at each call"
 TORCH = "torch"
 BARE = "bare hooks"
 REMAT = "torch_remat"
@@ -37,17 +39,26 @@ def plain(function: Call, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _ours(function: Call, *args: Any, **kwargs: Any) -> Any:
+def _ours_at_each_call(function: Call, *args: Any, **kwargs: Any) -> Any:
     return recollect.checkpoint(function)(*args, **kwargs)
+
+
+def ours(**options: Any) -> Call:
+    """Our engine; each function is wrapped once, as `recollect.apply` and decorators do."""
+
+    @lru_cache(maxsize=256)
+    def region_of(function: Call) -> Call:
+        return recollect.checkpoint(function, **options)
+
+    def call(function: Call, *args: Any, **kwargs: Any) -> Any:
+        return region_of(function)(*args, **kwargs)
+
+    return call
 
 
 def ours_keeping(policy: Any) -> Call:
     """Our engine with a policy."""
-
-    def call(function: Call, *args: Any, **kwargs: Any) -> Any:
-        return recollect.checkpoint(function, policy=policy)(*args, **kwargs)
-
-    return call
+    return ours(policy=policy)
 
 
 def torch_keeping(contexts: Callable[[], Any]) -> Call:
@@ -102,7 +113,8 @@ def _never(_: None) -> torch.Tensor:
 def engines(device: torch.device) -> list[Engine]:
     """Every engine that can be imported here, ours first."""
     found = [
-        Engine(name=OURS, call=_ours),
+        Engine(name=OURS, call=ours()),
+        Engine(name=OURS_WRAPPING, call=_ours_at_each_call),
         Engine(name=BARE, call=_bare_hooks, nests=False, preserves_rng=False),
         Engine(name=TORCH, call=call_torch),
         Engine(name="torch reentrant", call=call_reentrant, takes_keywords=False),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
-from recollect._recompute.graph_rng import _draws
+from recollect._core.torch_private.schemas import draws
 from tests.waiting import refusing_to_wait
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 def test_an_operator_draws_only_if_its_arguments_let_it(
     call: Callable[[Tensor], tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, float]]], expected: bool
 ) -> None:
-    assert _draws(*call(torch.ones(1, 1, 2, 2))) is expected
+    assert draws(*call(torch.ones(1, 1, 2, 2))) is expected
 
 
 def test_graph_rng_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.handles import FIRST, Handed, is_live
 from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
-from recollect._recompute.module_state import Memory
+from recollect._recompute.module_tree import Memory
 from recollect._recompute.oplog import OpLog, describe_tensor
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence
@@ -294,8 +294,11 @@ class Frame:
         if self.lingering:
             self._drop_released()
         index = handle - FIRST
-        found = self.values.get(index)
-        value = self.fetch(index) if found is None or found[0]._version != found[1] else found[0]  # noqa: SLF001
+        found = self.values.pop(index, None)
+        if found is None or found[0]._version != found[1]:  # noqa: SLF001
+            value, found = self._fetch_and_take(index, found)
+        else:
+            value = found[0]
         # Who asks? A C++ node has no Python caller but the engine's, or none on the engine's own threads. Asked of the
         # thread that ran forward, which is Python's, a depth of one is there: 0.2 µs less than `f_back`, measured.
         if self.is_home:
@@ -307,12 +310,18 @@ class Frame:
             caller = _getframe().f_back
             code = ENGINE_CODE if caller is None else caller.f_code
         if code is not ENGINE_CODE:
+            if found is not None:
+                self.values[index] = found
             self.lingering.append(index)
-            return value
-        self.values.pop(index, None)
-        if self.held is not None and not pass_keeps_graph():
+        elif self.held is not None and not pass_keeps_graph():
             self.held.pop(index, None)
         return value
+
+    def _fetch_and_take(self, index: int, found: tuple[Tensor, int] | None) -> tuple[Tensor, tuple[Tensor, int] | None]:
+        """A value that is not at hand, and how it stood in `values`, from where it is taken."""
+        if found is not None:
+            self.values[index] = found
+        return self.fetch(index), self.values.pop(index, None)
 
     def _drop_released(self) -> None:
         """Values linger while somebody who has the handle may read them again; then they go."""

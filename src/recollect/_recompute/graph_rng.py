@@ -17,6 +17,7 @@ import torch
 
 from recollect._core.errors import CaptureError
 from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.schemas import draws, is_random
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd: consecutive regions get far-apart seeds
 
@@ -167,7 +168,7 @@ class _RandomWatch(DispatchMode):
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator unless it draws."""
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs):
+        if is_random(func) and draws(func, args, kwargs):
             message = (
                 f"region '{self._region}' draws random numbers ({func}) while a CUDA graph is being captured: "
                 "recomputation could not draw them again.\n"
@@ -176,17 +177,3 @@ class _RandomWatch(DispatchMode):
             )
             raise CaptureError(message)
         return func(*args, **kwargs)
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a random operator really draws: attention kernels are tagged, and rarely have dropout."""
-    given = dict(kwargs)
-    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001
-    given.update(zip(names, args, strict=False))
-    for argument in func._schema.arguments:  # noqa: SLF001
-        value = given.get(argument.name, argument.default_value)
-        if argument.name in ("dropout_p", "dropout") and value == 0:
-            return False
-        if argument.name in ("train", "training") and value is False:
-            return False
-    return True

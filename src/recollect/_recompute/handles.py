@@ -29,8 +29,9 @@ FIRST = 1 << 20
 
 def find_live(handles: list[int]) -> list[bool] | None:
     """Which handles autograd, or whoever packed by hand, still has; None if all of them, which is the usual case."""
-    counts = list(map(getrefcount, handles))
-    return None if min(counts, default=_FORGOTTEN + 1) > _FORGOTTEN else [count > _FORGOTTEN for count in counts]
+    if min(map(getrefcount, handles), default=_FORGOTTEN + 1) > _FORGOTTEN:
+        return None
+    return [count > _FORGOTTEN for count in map(getrefcount, handles)]
 
 
 def is_live(handles: list[int], index: int) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.values import Evidence
+
+if TYPE_CHECKING:
+    from recollect._recompute.frame import Frame
 
 Meta = tuple[Any, ...]
 """What the metadata check compares, then the version, which tells writes after saving apart."""
@@ -37,6 +40,41 @@ def observe(tensor: Tensor, evidence: Evidence | None, log: OpLog | None) -> Non
 def same(tensor: Tensor) -> Tensor:
     """Unpack hook during recomputation: a backward inside the function reads the recomputed tensors as they are."""
     return tensor
+
+
+def differs(noted: Meta | None, now: Meta, tensor: Tensor, frame: Frame) -> bool:
+    """Whether a recomputed tensor is another one than forward saved, going by its metadata.
+
+    Only of a parameter that the search for modules missed does the version tell anything: a tensor made inside may
+    rightly have another one (autograd accumulates in place only where no dispatch mode is on).
+    """
+    if noted is None or noted == now:
+        return False
+    inputs = frame.inputs
+    is_packed = inputs is not None and inputs.are_packed
+    return noted[:3] != now[:3] or (tensor.is_leaf and tensor.requires_grad and not is_packed)
+
+
+def may_stop(frame: Frame, before: Tensor | None, last: Tensor, leaves: list[Any]) -> bool:
+    """Whether the function may end before the operator that saves its last needed tensor has run.
+
+    Not if parameters or buffers have changed: the operator may read one, which is seen when it runs. And not if the
+    kernel may still write into the tensor saved just before: RReLU's fills the noise it has saved before its input.
+    Such would be any fresh floating tensor of the last one's kind, never written, and not one the function was given.
+    Then the function runs on to its next saved tensor or its end.
+
+    Args:
+        frame: whose function.
+        before: the tensor saved before the last one, if it has no gradient.
+        last: the last one that is needed.
+        leaves: what the function was called with.
+    """
+    modules = frame.around.modules
+    if modules is not None and modules.is_watching:
+        return False
+    if before is None or not before.is_floating_point() or read_meta(before) != (*read_meta(last)[:3], 0):
+        return True
+    return any(before is leaf for leaf in leaves) or (modules is not None and modules.holds(before))
 
 
 class StopRecomputation(Exception):  # noqa: N818 (not an error)

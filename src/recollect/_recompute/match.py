@@ -17,7 +17,7 @@ from recollect._core.errors import MismatchError
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.recompiles import hints_about_compiled_code
 from recollect._core.units import count_noun, format_bytes, list_some
-from recollect._recompute.hooks import Meta, StopRecomputation, observe, quick_meta, read_meta
+from recollect._recompute.hooks import Meta, StopRecomputation, differs, may_stop, observe, quick_meta, read_meta
 from recollect._recompute.objects import is_object
 from recollect._recompute.oplog import OpLog, compare_logs
 from recollect._recompute.rerun import log_again
@@ -125,10 +125,11 @@ class Recorder:
         values, live, metas, last = self._values, self._live, self._frame.metas, self._last
         checks, observes = self._frame.options.matcher.metadata, self._evidence is not None or self.log is not None
         # A logged run goes on to the end, so that the logs can be compared.
-        stop_at, index, constant = last if self._stops and self.log is None else -1, -1, -2
+        stop_at, index = last if self._stops and self.log is None else -1, -1
+        before: Tensor | None = None  # the one saved before, if it has no gradient
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal index, constant
+            nonlocal index, before
             index += 1
             if index > last:
                 return self._beyond(index, tensor)
@@ -140,15 +141,17 @@ class Recorder:
                 meta = read_meta(tensor)
             if meta != metas[index] and checks:
                 self._compare(index, meta, tensor)
+            constant = None
             if not tensor.requires_grad:
-                constant = index
+                constant = tensor
             elif not tensor.is_leaf:
                 # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
                 tensor = tensor.detach()
             if live is None or live[index]:
                 values[index] = (tensor, meta[3])
-            if index == stop_at and self._may_stop(index, constant, meta):
+            if index == stop_at and may_stop(self._frame, before, tensor, self._leaves):
                 raise StopRecomputation
+            before = constant
             return tensor
 
         self.count_made = lambda: index + 1
@@ -165,43 +168,16 @@ class Recorder:
                 self._compare(index, meta, tensor)
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def _may_stop(self, last: int, constant: int, meta: Meta) -> bool:
-        """Whether the function may end before the operator that saves its last needed tensor has run.
-
-        Not if parameters or buffers have changed: the operator may read one, which is seen when it runs. And not if
-        the kernel may still write into the tensor saved just before: RReLU's fills the noise it has saved before its
-        input. Such would be any fresh floating tensor of the last one's kind, never written, without gradient
-        (`constant` is the last of those), and not one the function was given.
-        Then the function runs on to its next saved tensor or its end.
-        """
-        frame = self._frame
-        modules = frame.around.modules
-        if modules is not None and modules.is_watching:
-            return False
-        if constant != last - 1 or constant < 0 or frame.metas[constant] not in (None, (*meta[:3], 0)):
-            return True
-        noise, _ = self._values.get(constant, (None, 0))
-        return (
-            noise is None
-            or not noise.is_floating_point()
-            or any(noise is leaf for leaf in self._leaves)
-            or (modules is not None and modules.holds(noise))
-        )
-
     def _compare(self, index: int, meta: Meta, tensor: Tensor) -> None:
-        """The metadata differ: note how, if it is more than the version of a tensor that may have another one."""
+        """The metadata are not the same: note how, if that matters."""
         noted = self._frame.metas[index]
-        if noted is None:
+        if noted is None or not differs(noted, meta, tensor, self._frame):
             return
         *was, version = noted
         *now, version_now = meta
         if was == now:
-            # Only of a parameter that the search for modules missed does the version tell anything: a tensor made
-            # inside may rightly have another one (autograd accumulates in place only where no dispatch mode is on).
-            inputs = self._frame.inputs
-            if tensor.is_leaf and tensor.requires_grad and not (inputs is not None and inputs.are_packed):
-                how = f"was at version {version} in forward and is at version {version_now} in recomputation: "
-                self._differ.append((index, how + "it was changed in place in between"))
+            how = f"was at version {version} in forward and is at version {version_now} in recomputation: "
+            self._differ.append((index, how + "it was changed in place in between"))
             return
         device = "" if was[2] == now[2] else f" on {now[2]}"
         how = f"was {_describe_meta(was)} on {was[2]} in forward and {_describe_meta(now)}{device} in recomputation"

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import chain, islice
-from operator import attrgetter, is_, itemgetter
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -32,10 +32,9 @@ from recollect._core.scope import current_run
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import ChangedWatch, address_of
+from recollect._recompute.module_tree import Memory, ModuleTree, find_watched
 
 _MISSING, _ABSENT = object(), object()
-_DEEPEST = 64  # levels of modules within modules before a cycle is suspected
-_LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _declared: Registry[tuple[type, frozenset[str]]] = Registry()
 # Weakly by class, because parametrizations make a class per module; then by training mode.
@@ -140,98 +139,11 @@ def _layout(tensor: object) -> tuple[Any, Any]:
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
-_children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
-_training, _version_of = itemgetter("training"), attrgetter("_version")
+_version_of = attrgetter("_version")
 
-Attributes = dict[str, Any]
 States = list[tuple[nn.Module, str, Any]]
 Mark = tuple[nn.Module, str, Any, int | None]
 Pair = tuple[nn.Module, dict[str, Any], str, "Tensor | None"]
-
-
-def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Attributes]]:
-    """Modules and all they contain, level by level, and their instance dictionaries.
-
-    A shared module may come twice; a cycle ends at torch's own walk. Whole levels at a time, so that the loops run
-    in C.
-    """
-    modules: list[nn.Module] = []
-    attributes: list[Attributes] = []
-    level = roots
-    for _ in range(_DEEPEST):
-        modules += level
-        found = list(map(vars, level))
-        attributes += found
-        level = [child for table in map(_children, found) if table for child in table.values() if child is not None]
-        if not level:
-            return modules, attributes
-    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-    return modules, list(map(vars, modules))
-
-
-def _values(tables: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, tables)))
-
-
-class Tree:
-    """Modules and all they contain, with the tables in which they keep their parts: found once, then compared.
-
-    Held by a region, so that its calls need not search again. It holds the modules, as the region does.
-    """
-
-    __slots__ = (
-        *("_children", "_roots", "_tables", "attributes", "buffer_tables", "buffers", "counts", "modules"),
-        *("parameter_tables", "parameters", "training", "watched"),
-    )
-
-    def __init__(self, roots: list[nn.Module]) -> None:
-        self._roots = roots
-        self.modules, self.attributes = _walk(roots)
-        self._tables = list(map(_children, self.attributes))
-        self._children = _values(self._tables)
-        self.parameter_tables = list(map(_parameters, self.attributes))
-        self.buffer_tables = list(map(_buffers, self.attributes))
-        self.parameters: list[Tensor | None] = _values(self.parameter_tables)
-        self.buffers: list[Tensor | None] = _values(self.buffer_tables)
-        # How many of those each module has: what it adds later, it adds behind them.
-        self.counts = [list(map(len, tables)) for tables in (self.parameter_tables, self.buffer_tables)]
-        self.training = self.modes()
-        self.watched = _watched(self.parameters)
-
-    def is_of(self, roots: list[nn.Module]) -> bool:
-        """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
-        return (
-            _same_objects(roots, self._roots)
-            and _same_objects(_values(self._tables), self._children)
-            and self.has_same_tensors()
-        )
-
-    def has_same_tensors(self) -> bool:
-        """Whether the modules hold the parameters and buffers that they held."""
-        return _same_objects(_values(self.parameter_tables), self.parameters) and _same_objects(
-            _values(self.buffer_tables), self.buffers
-        )
-
-    def modes(self) -> list[bool]:
-        """Whether each module is in training mode."""
-        try:
-            return list(map(_training, self.attributes))
-        except KeyError:  # a compiled module says it of the module that it stands for
-            return [module.training for module in self.modules]
-
-
-class Memory:
-    """What the calls of one region have shown: asked again only where it no longer holds."""
-
-    __slots__ = ("tree",)
-
-    def __init__(self) -> None:
-        self.tree: Tree | None = None
-
-
-def _watched(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that recomputation must find unchanged. A lazy parameter may take shape inside the region."""
-    return [tensor for tensor in tensors if tensor is not None and type(tensor) not in _LAZY]
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
@@ -258,7 +170,7 @@ class ModuleState:
     ) -> None:
         tree = None if memory is None else memory.tree
         if tree is None or not tree.is_of(roots):
-            tree = Tree(roots)
+            tree = ModuleTree(roots)
             if memory is not None:
                 memory.tree = tree
         self._tree = tree
@@ -273,7 +185,7 @@ class ModuleState:
             exempt: set[int] = set()
             for module in tree.modules:
                 self._note_state(module, exempt, exact=exact)
-            self._watched = tree.watched + [t for t in _watched(tree.buffers) if id(t) not in exempt]
+            self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
         self._versions = _versions(self._watched)
 
     def _note_state(self, module: nn.Module, exempt: set[int], *, exact: bool) -> None:
@@ -372,7 +284,7 @@ class ModuleState:
         self.is_watching = bool(changed)
         tree = self._tree
         if not (changed or self._state or self._trial is not None) and (
-            tree.modes() == self._training and tree.has_same_tensors()
+            tree.modes() == self._training and tree.has_same_parts()
         ):
             return None
         stack = ExitStack()
@@ -404,8 +316,8 @@ class ModuleState:
         """
         tree = self._tree
         noted = iter(tree.buffers if kind else tree.parameters)
-        tables = map(_buffers if kind else _parameters, tree.attributes)
-        for module, count, table in zip(tree.modules, tree.counts[kind], tables, strict=True):
+        counts = tree.buffer_counts if kind else tree.parameter_counts
+        for (module, table), count in zip(tree.tables(of_buffers=bool(kind)), counts, strict=True):
             held = list(islice(noted, count))
             if len(table) >= count:
                 for name, tensor in list(zip(table, held, strict=False)):
@@ -498,10 +410,6 @@ class _Trial:
 
 def _has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
     return module._buffers.get(name) is not tensor or _version(tensor) != version  # noqa: SLF001
-
-
-def _same_objects(now: list[Any], noted: list[Any]) -> bool:
-    return len(now) == len(noted) and all(map(is_, now, noted))
 
 
 def _put_back(table: dict[str, Any], name: str, ours: Tensor | None, theirs: Any) -> None:

@@ -13,7 +13,7 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame, Options
 from recollect._recompute.functional import run_functional
-from recollect._recompute.module_state import Memory
+from recollect._recompute.module_tree import Memory
 from recollect._recompute.rerun import RERUN
 
 __recollect_role__ = Role.REGION

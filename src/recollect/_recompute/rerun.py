@@ -1,9 +1,14 @@
-"""The default way of getting values back: run the function again, once per backward pass, until the last is made."""
+"""The default way of getting values back: run the function again, once per backward pass, until the last is made.
+
+The usual recomputation collects what the function saves and compares it with forward all at once (`_collect`). Where
+that does not do, or something differs, a `Recorder` looks at each tensor as it is saved, and says what is wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,7 +20,7 @@ from recollect._core.torch_private.ambient import function_mode_depth, quietly
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._recompute.frame import Frame, Pack, Sides
 from recollect._recompute.handles import find_live
-from recollect._recompute.hooks import StopRecomputation, same
+from recollect._recompute.hooks import Meta, StopRecomputation, differs, may_stop, quick_meta, read_meta, same
 from recollect._recompute.oplog import OpLog
 
 if TYPE_CHECKING:
@@ -48,6 +53,8 @@ class Rerun:
         """Run the function again and fill what is still asked for."""
         live = find_live(frame.handles)
         last = len(frame.handles) - 1
+        if live is None and self.may_collect(frame) and _collect(frame, is_last=is_last):
+            return
         if live is not None:
             while not live[last]:
                 last -= 1
@@ -67,6 +74,10 @@ class Rerun:
         """Nothing."""
         del frame
         return []
+
+    def may_collect(self, frame: Frame) -> bool:
+        """Whether what the function saves may be compared all at once, as far as is known before it runs."""
+        return frame.stops_early and frame.evidence is None and frame.log is None and not frame.is_open
 
     def _run(
         self,
@@ -98,6 +109,54 @@ class Rerun:
 
 
 RERUN = Rerun()
+
+
+def _collect(frame: Frame, *, is_last: bool) -> bool:
+    """Run the function again and fill `frame.values`; False, and nothing is filled, if something differs from forward.
+
+    What is saved is only collected while the function runs, and compared when it has ended.
+    """
+    assert frame.inputs is not None, "inputs go only when every value is there"
+    leaves = frame.inputs.materialise(frame.name)
+    made: list[Tensor] = []
+    metas: list[Meta] = []
+    add, add_meta, enough, count, cut, cut_before = made.append, metas.append, len(frame.handles), 0, 0, 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal count, cut, cut_before
+        count += 1
+        try:
+            add_meta(quick_meta(tensor))
+        except RuntimeError:  # a layout without a shape
+            add_meta(read_meta(tensor))
+        if not tensor.is_leaf:
+            # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
+            tensor, cut, cut_before = tensor.detach(), count, cut
+        add(tensor)
+        if count >= enough:
+            was_cut = count - 1 == (cut_before if cut == count else cut)
+            before = None if count == 1 or was_cut or made[-2].requires_grad else made[-2]
+            if count > enough or may_stop(frame, before, tensor, leaves):
+                raise StopRecomputation
+        return tensor
+
+    frame.around.rerun(_call, frame, leaves, pack, None, is_last)
+    del made[enough:]
+    if count < enough or not _are_as_saved(made, metas, frame):
+        return False
+    frame.values.update(enumerate(zip(made, map(_VERSION, metas), strict=False)))
+    return True
+
+
+def _are_as_saved(made: list[Tensor], metas: list[Meta], frame: Frame) -> bool:
+    """Whether these have the metadata of what forward saved."""
+    if metas == frame.metas or not frame.options.matcher.metadata:
+        return True
+    triples = zip(frame.metas, metas, made, strict=False)  # there may be one more than was asked for
+    return not any(differs(noted, meta, tensor, frame) for noted, meta, tensor in triples)
+
+
+_VERSION = itemgetter(3)  # of metadata
 
 
 def log_again(frame: Frame, leaves: list[Any]) -> OpLog:

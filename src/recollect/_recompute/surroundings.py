@@ -19,7 +19,8 @@ from recollect._core.reachable import find_modules
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
-from recollect._recompute.module_state import Memory, ModuleState
+from recollect._recompute.module_state import ModuleState
+from recollect._recompute.module_tree import Memory
 from recollect._recompute.objects import COLLECTIONS, ObjectState, copy_collections, may_change
 from recollect._recompute.rng import RngState, Source, put_back
 

@@ -21,7 +21,7 @@ from recollect._core.operators import (
 from recollect._core.torch_private.collectives import wait_for, works_in
 from recollect._core.torch_private.dispatch import alias_with_version
 from recollect._core.torch_private.engine import current_pass
-from recollect._core.torch_private.schemas import OpOverload
+from recollect._core.torch_private.schemas import OpOverload, draws
 from recollect._selective.decisions import DecisionLine
 from recollect._selective.kept_call import (
     KeptCall,
@@ -109,6 +109,8 @@ class KeepingMode(OperatorMode):
         if (operator.writes or operator.statistics) and self._kept_calls.calls:
             self._before_write(operator, args, kwargs)
         before = self._states(args, kwargs) if operator.is_random else []
+        if before is None and not draws(func, args, kwargs):  # a graph is being captured, which is then no matter
+            before = []
         # Compiled code takes its inputs out of the list it is given.
         inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
         call = self._counter.next((func, torch.is_grad_enabled()))  # counted here, like a call that raises

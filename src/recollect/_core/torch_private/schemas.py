@@ -60,3 +60,17 @@ def count_results(func: Any) -> int:
 def is_random(func: Any) -> bool:
     """Whether the operator draws from a generator."""
     return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a random operator really draws: attention kernels are tagged, and rarely have dropout."""
+    given = dict(kwargs)
+    names = [argument.name for argument in func._schema.arguments]
+    given.update(zip(names, args, strict=False))
+    for argument in func._schema.arguments:
+        value = given.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout") and value == 0:
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True

@@ -1,0 +1,117 @@
+"""The modules that a region uses, with the tables in which they keep their parts: found once, then compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEEPEST = 64  # levels of modules within modules before a cycle is suspected
+_LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
+
+_children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
+_training = itemgetter("training")
+
+Table = dict[str, Any]
+
+
+def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
+    """Modules and all they contain, level by level, and their instance dictionaries.
+
+    A shared module may come twice; a cycle ends at torch's own walk. Whole levels at a time, so that the loops run
+    in C.
+    """
+    modules: list[nn.Module] = []
+    attributes: list[Table] = []
+    level = roots
+    for _ in range(_DEEPEST):
+        modules += level
+        found = list(map(vars, level))
+        attributes += found
+        level = [child for table in map(_children, found) if table for child in table.values() if child is not None]
+        if not level:
+            return modules, attributes
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    return modules, list(map(vars, modules))
+
+
+def _values(tables: list[Table]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
+
+
+def _same_objects(now: list[Any], noted: list[Any]) -> bool:
+    return len(now) == len(noted) and all(map(is_, now, noted))
+
+
+def find_watched(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that recomputation must find unchanged. A lazy parameter may take shape inside the region."""
+    return [tensor for tensor in tensors if tensor is not None and type(tensor) not in _LAZY]
+
+
+class ModuleTree:
+    """Modules and all they contain: noted once, so that the calls of a region need not search again.
+
+    It holds the modules, as the region does.
+
+    Attributes:
+        modules: all of them.
+        parameters: what their tables of parameters held, module by module.
+        parameter_counts: how many each held.
+        buffers: the same of buffers.
+        buffer_counts: how many.
+        watched: the parameters that recomputation must find unchanged.
+        training: whether each was in training mode.
+    """
+
+    __slots__ = (
+        *("_attributes", "_empty", "_filled", "_parts", "_roots", "buffer_counts", "buffers", "modules"),
+        *("parameter_counts", "parameters", "training", "watched"),
+    )
+
+    def __init__(self, roots: list[nn.Module]) -> None:
+        self._roots = roots
+        self.modules, self._attributes = _walk(roots)
+        parameters = list(map(_parameters, self._attributes))
+        buffers = list(map(_buffers, self._attributes))
+        self.parameters: list[Tensor | None] = _values(parameters)
+        self.buffers: list[Tensor | None] = _values(buffers)
+        # How many of those each module has: what it adds later, it adds behind them.
+        self.parameter_counts, self.buffer_counts = list(map(len, parameters)), list(map(len, buffers))
+        tables = [*map(_children, self._attributes), *parameters, *buffers]
+        # Apart, because most are empty, and to see that they still are takes less than to read them.
+        self._empty = [table for table in tables if not table]
+        self._filled = [table for table in tables if table]
+        self._parts = _values(self._filled)
+        self.training = self.modes()
+        self.watched = find_watched(self.parameters)
+
+    def is_of(self, roots: list[nn.Module]) -> bool:
+        """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
+        return _same_objects(roots, self._roots) and self.has_same_parts()
+
+    def has_same_parts(self) -> bool:
+        """Whether the modules hold the modules, parameters and buffers that they held."""
+        return not any(self._empty) and _same_objects(_values(self._filled), self._parts)
+
+    def modes(self) -> list[bool]:
+        """Whether each module is in training mode."""
+        try:
+            return list(map(_training, self._attributes))
+        except KeyError:  # a compiled module says it of the module that it stands for
+            return [module.training for module in self.modules]
+
+    def tables(self, *, of_buffers: bool) -> Iterable[tuple[nn.Module, Table]]:
+        """Each module, with its table of parameters or of buffers as it stands."""
+        return zip(self.modules, map(_buffers if of_buffers else _parameters, self._attributes), strict=True)
+
+
+class Memory:
+    """What the calls of one region have shown: asked again only where it no longer holds."""
+
+    __slots__ = ("tree",)
+
+    def __init__(self) -> None:
+        self.tree: ModuleTree | None = None
