@@ -40,12 +40,13 @@ class Departures:
         """A new value: send it, keep it, or let it wait for the operator of that sequence number to run.
 
         Operators may write into what they have saved, RReLU into its noise; but not into values with a history, which
-        other operators made. Those leave at once (`sequence` is None), unless they are small.
+        other operators made. Those leave at once (`sequence` is None), unless they are small; and with each large one
+        the small ones before it, so that values leave in their order, as the timetable has it.
         """
         number, sends, size = parcel.number, step.sends, parcel.kind.size
         if sends[number] if sends is not None else self._sends(step, parcel):
             if sequence is None and size >= self._together:
-                self._send((parcel,))
+                self._send((*self._take_pending(next_sequence()), parcel) if self.pending else (parcel,))
             else:
                 self.pending.append((step.parcels[number], sequence))
                 self._pending_bytes += size
@@ -71,17 +72,18 @@ class Departures:
             sequence: that operator's number; None to have it asked for if it is needed.
         """
         if self._pending_bytes >= self._together:
-            self._flush(next_sequence() if sequence is None else sequence)
+            self._send(self._take_pending(next_sequence() if sequence is None else sequence))
         if self.waiting:
             self._send_unheld()
 
     def settle(self) -> None:
         """Send all that waits: no operator is running."""
-        self._flush(None)
+        self._send(self._take_pending(None))
         if self.waiting:
             self._send_unheld()
 
-    def _flush(self, sequence: int | None) -> None:
+    def _take_pending(self, sequence: int | None) -> list[Parcel]:
+        """What may leave of all that waits: all that the operator of that sequence number is not saving now."""
         pending, ready = self.pending, []
         while pending and (sequence is None or pending[0][1] != sequence):
             one = pending.popleft()[0]
@@ -93,7 +95,7 @@ class Departures:
             else:
                 ready.append(parcel)
         self._pending_bytes = sum(parcel.kind.size for one, _ in pending if (parcel := one()) is not None)
-        self._send(ready)
+        return ready
 
     def _send_unheld(self) -> None:
         waiting, self.waiting = self.waiting, []
@@ -149,7 +151,10 @@ class Departures:
             leaving.popleft()
 
     def release_late(self, step: Step) -> None:
-        """Let go of what was to be let go before it had left; what comes after waits for it."""
+        """Let go of what was to be let go before it had left; what comes after waits for it.
+
+        Small values go when they have left: nothing waits for them.
+        """
         if step.late:
             self._transfers.release(step.live(step.late))
             step.late = []
@@ -157,20 +162,34 @@ class Departures:
     def _let_go(self, step: Step, numbers: list[int] | tuple[()]) -> None:
         """Let go of the memory of what will have left by now, as the timetable has it.
 
-        A copy that has only just begun is not waited for, but at the next value: it was to begin earlier.
+        A copy that has only just begun is not waited for, but at the next value: it was to begin earlier. Nor is that
+        of a small value, which left with a large one after it, or in a batch: it is let go with a large one that left
+        later, or when there are enough of them.
         """
         late, step.late = step.late, []
-        leaving = []
+        leaving: list[Parcel] = []
         for number in [*late, *numbers]:
             parcel = step.parcels[number]()
             if parcel is None or parcel.stays:
                 continue
-            if parcel.is_leaving and parcel.turn <= self._begun:
+            if parcel.kind.size < self._together:
+                step.small.append(number)
+            elif parcel.is_leaving and parcel.turn <= self._begun:
                 leaving.append(parcel)
             elif parcel.alias is not None:
                 step.late.append(number)
+        if step.small:
+            leaving += self._take_small(step, max((parcel.turn for parcel in leaving), default=0))
         if leaving:
             self._transfers.release(leaving)
+
+    def _take_small(self, step: Step, turn: int) -> list[Parcel]:
+        """Of small values that are to be let go those that have left by that turn; or all, if they are many."""
+        small = [parcel for parcel in step.live(step.small) if parcel.alias is not None]
+        if sum(parcel.kind.size for parcel in small) >= self._together:
+            turn = self._begun
+        step.small = [parcel.number for parcel in small if not parcel.is_leaving or parcel.turn > turn]
+        return [parcel for parcel in small if parcel.is_leaving and parcel.turn <= turn]
 
 
 def _may_be_held(parcel: Parcel) -> bool:

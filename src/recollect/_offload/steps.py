@@ -83,6 +83,7 @@ class Step:
         flying: numbers of those among them that a slower tier is asked for.
         leaving: numbers of those that are on their way out, oldest first.
         late: numbers of those whose memory was to be let go before they had left.
+        small: numbers of small ones whose memory is to be let go with that of others.
         held: numbers of those that somebody else held all the time.
         accounts: what was done.
         clock: by which times are taken; None before the first, or if none are.
@@ -100,6 +101,7 @@ class Step:
         self.flying: set[int] = set()
         self.leaving: deque[int] = deque()
         self.late: list[int] = []
+        self.small: list[int] = []
         self.held: set[int] = set()
         self.clock: Clock | None = None
         self.is_closed = False
