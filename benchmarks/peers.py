@@ -13,9 +13,9 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 import recollect
-from recollect._bench.rivals import Call, call_reentrant, call_remat, call_torch, find_remat
+from recollect._bench.rivals import Call, call_reentrant, call_remat, call_torch, find_package
 
-torch_remat = find_remat()
+torch_remat = find_package("torch_remat")
 OURS = "recollect"
 OURS_WRAPPING = "recollect, wrapped at each call"
 TORCH = "torch"

@@ -7,6 +7,8 @@ Where torch is not loaded yet, the names are loaded with the first that is asked
 import sys
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0.dev0"
+
 if TYPE_CHECKING or "torch" in sys.modules:
     from recollect._public import *  # noqa: F403
     from recollect._public import __all__ as __all__

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from recollect._bench import cell as cells
 from recollect._bench import reach
 from recollect._bench.cases import SCALES, Case, Scale
 from recollect._bench.cell import Arena, Request, measure
-from recollect._bench.contenders import list_contenders
+from recollect._bench.contenders import BUDGET_SHARES, list_contenders
 from recollect._bench.names import MODELS, SIZES, WITH_LENGTH
 from recollect._bench.results import Figure
 from tests.bench.figures import CELL
@@ -94,14 +97,14 @@ def test_a_contender_that_fails_keeps_its_reason_and_the_others_their_figures(mo
 
     def with_broken(*args: object, **kwargs: object) -> object:
         def prepare(model: nn.Module) -> None:
-            raise RuntimeError("no such thing\nmore of it")
+            raise IndexError("no such thing\nmore of it")
 
         found = listed(*args, **kwargs)  # type: ignore[arg-type]
         return [replace(one, prepare=prepare) if one.name == "torch full" else one for one in found]
 
     monkeypatch.setattr(cells, "list_contenders", with_broken)
     figures = {one.contender: one for one in measure(REQUEST).figures}
-    assert figures["torch full"].failed == "RuntimeError: no such thing"
+    assert figures["torch full"].failed == "IndexError: no such thing"
     assert figures["torch reentrant"].rounds_s
 
 
@@ -116,3 +119,30 @@ def test_the_largest_batch_of_ours_is_at_least_that_of_the_plain_step(monkeypatc
         peak = found[name].peak_bytes
         assert peak is not None
         assert peak <= budget
+
+
+def test_packages_of_rivals_take_part_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, models = [], []
+
+    def wrap(module: nn.Module, *, memory_budget: float) -> nn.Module:
+        shares.append(memory_budget)
+        return module
+
+    def offload(model: nn.Module) -> AbstractContextManager[None]:
+        models.append(model)
+        return nullcontext()
+
+    xformers, trl = ModuleType("xformers.checkpoint"), ModuleType("trl.models.activation_offloading")
+    vars(xformers)["selective_checkpoint_wrapper"], vars(trl)["get_act_offloading_ctx_manager"] = wrap, offload
+    for package in (xformers, trl):
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    arena = Arena(TINY.case(), "cpu")
+    expected = arena.model(*arena.inputs)
+    for one in list_contenders({}, torch.device("cuda"), is_compiled=False):
+        if one.family in ("xformers", "offload") and one.name != "save_on_cpu":
+            model = arena.make_model()
+            one.prepare(model)
+            with one.around():
+                assert torch.equal(model(*arena.inputs), expected)
+    assert shares == [share for share in BUDGET_SHARES for _ in range(4)]
+    assert [type(model) for model in models] == [Tiny]

@@ -25,9 +25,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_contender_has_a_peak(mode: str) -> None:
     figures = {one.contender: one for one in measure(replace(ON_DEVICE, cell=replace(REQUEST.cell, mode=mode))).figures}
     missing = {name: one.failed for name, one in figures.items() if not one.rounds_s and "no plan" not in one.failed}
-    assert set(missing) <= {"torch_remat"}, missing
+    packages = {"torch_remat", *(name for name in figures if name.startswith("xformers"))}
+    assert set(missing) <= packages, missing
     assert all(one.peak_bytes for one in figures.values() if one.rounds_s)
-    assert {"save_on_cpu", "TRL-style offload"} <= set(figures) or mode == "compiled"
+    assert mode == "compiled" or "save_on_cpu" in figures
+    assert mode == "compiled" or {"TRL-style offload", "TRL's offload"} & set(figures)
 
 
 def test_the_largest_batch_is_found_on_a_device() -> None:

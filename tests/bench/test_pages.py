@@ -1,13 +1,14 @@
 """The page of the benchmarks is made of what was measured: one table and one plot per model, what is missing said."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recollect._bench.names import MODELS
-from recollect._bench.pages import describe_run, find_cells, write_largest, write_page, write_table
+from recollect._bench.pages import describe_run, find_cells, write_largest, write_missing, write_page, write_table
 from recollect._bench.results import Results
-from tests.bench.figures import MEASURED, REACHED
+from tests.bench.figures import FAILED, MEASURED, OURS, PLAIN, REACHED, WORSE
 
 RESULTS = Results(measured=(MEASURED, REACHED))
 PAGE = "# Benchmarks\n\n<!-- table: frontier -->\nstale words\n<!-- end -->\n\nMore.\n"
@@ -24,9 +25,21 @@ def test_losses_are_set_in_bold_and_counted() -> None:
 
 
 def test_what_is_missing_and_what_failed_is_said() -> None:
-    table = list(write_table(find_cells(RESULTS, "Llama", "GPU")))
-    assert any("save_on_cpu | out of memory" in line for line in table)
+    cells = find_cells(RESULTS, "Llama", "GPU")
+    assert list(write_missing(cells)) == ["* No figures of save_on_cpu (small, eager): out of memory", ""]
+    table = list(write_table(cells))
+    assert not any("save_on_cpu" in line for line in table)
     assert sum("not measured yet" in line for line in table) == 3
+
+
+def test_contenders_that_are_missing_for_one_reason_share_a_line() -> None:
+    other = replace(FAILED, contender="offload")
+    cells = dict(find_cells(RESULTS, "Llama", "GPU"))
+    cells["large", "eager"] = cells["small", "eager"] = replace(MEASURED, figures=(PLAIN, FAILED, other))
+    assert list(write_missing(cells)) == [
+        "* No figures of save_on_cpu, offload (small, eager; large, eager): out of memory",
+        "",
+    ]
 
 
 def test_the_largest_sizes_have_tables_of_their_own() -> None:
@@ -42,7 +55,7 @@ def test_a_page_gets_tables_and_plots_and_keeps_all_else(tmp_path: Path) -> None
     page.write_text(PAGE, "utf-8")
     written = write_page(RESULTS, page, device="GPU")
     text = page.read_text("utf-8")
-    assert [path.name for path in written] == ["benchmarks.md", "frontier-llama.svg"]
+    assert [path.name for path in written] == ["benchmarks.md", "frontier-llama.svg", "frontier.svg"]
     assert "stale words" not in text
     assert text.endswith("More.\n")
     assert "![Llama: step time against peak memory](images/frontier-llama.svg)" in text
@@ -64,3 +77,15 @@ def test_a_page_without_a_place_or_a_device_without_figures_is_refused(
     page.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=message):
         write_page(RESULTS, page, device=device)
+
+
+def test_what_takes_far_longer_is_at_the_edge_with_its_number() -> None:
+    pytest.importorskip("matplotlib")
+    from recollect._bench.plot import draw_frontier
+
+    slow = replace(WORSE, contender="slow", rounds_s=(6.0,))
+    picture = draw_frontier("Llama", replace(MEASURED, figures=(PLAIN, OURS, slow)))
+    near = draw_frontier("Llama", replace(MEASURED, figures=(PLAIN, OURS, WORSE)))
+    assert b"+500%" in picture
+    assert b"\xe2\x86\x91" in picture  # an arrow
+    assert b"\xe2\x86\x91" not in near

@@ -76,7 +76,7 @@ def test_a_page_is_made_of_what_was_measured(invoke: Invoke, asked: list[Any], f
     (folder / "page.md").write_text("<!-- table: frontier -->\n<!-- end -->\n", "utf-8")
     done = invoke("bench", "--page", "page.md")
     assert done.code == 0, done.err
-    assert done.err.splitlines() == ["wrote page.md", "wrote images/frontier-llama.svg"]
+    assert done.err.splitlines() == ["wrote page.md", "wrote images/frontier-llama.svg", "wrote images/frontier.svg"]
     assert "not measured yet" in (folder / "page.md").read_text("utf-8")
 
 

@@ -1,6 +1,7 @@
 """The public names are exactly these, and each one explains itself."""
 
 import inspect
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -128,6 +129,11 @@ def test_public_names_exist_and_have_a_docstring(module: ModuleType, name: str) 
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
 def test_public_functions_have_an_example(module: ModuleType, name: str) -> None:
     assert lacks_example(getattr(module, name)) is False
+
+
+def test_the_version_is_the_one_that_is_to_be_cited() -> None:
+    citation = (Path(__file__).parents[2] / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {recollect.__version__}\n" in citation
 
 
 def lacks_docstring(thing: object) -> bool:

@@ -17,17 +17,21 @@ from recollect._apply.model import apply
 from recollect._bench.rivals import (
     Call,
     StashingOffloader,
+    TrlOffloader,
     call_reentrant,
     call_remat,
     call_selective,
     call_torch,
-    find_remat,
+    find_package,
+    plan_by_xformers,
 )
 from recollect._core.plans import Plan
 from recollect._core.torch_private.memory_budget import use_memory_budget
 
 PLAIN, OURS = "plain", "recollect"
-COMPILER_BUDGETS = (0.7, 0.4, 0.2)
+BUDGET_SHARES = (0.7, 0.4, 0.2)
+"""What planners of others are given: the compiler's, and xformers'."""
+_MISSING = "not installed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,41 +76,60 @@ def list_contenders(plans: Mapping[str, Plan | str], device: torch.device, *, is
 
 
 def _list_rivals(device: torch.device, *, is_compiled: bool) -> Iterator[Contender]:
-    yield Contender(name="torch full", prepare=_wrapping(call_torch))
-    yield Contender(name="torch every 2nd block", prepare=_wrapping(call_torch, every=2))
-    yield Contender(name="torch SAC (torchtitan's list)", prepare=_wrapping(call_selective))
+    yield Contender(name="torch full", prepare=_wrapping(_calling(call_torch)))
+    yield Contender(name="torch every 2nd block", prepare=_wrapping(_calling(call_torch), every=2))
+    yield Contender(name="torch SAC (torchtitan's list)", prepare=_wrapping(_calling(call_selective)))
     if is_compiled:
-        for share in COMPILER_BUDGETS:
+        for share in BUDGET_SHARES:
             compiling = functools.partial(use_memory_budget, share)
             yield Contender(name=f"activation_memory_budget {share}", compiling=compiling)
         return
-    yield Contender(name="torch reentrant", prepare=_wrapping(call_reentrant))
-    remat = find_remat()
+    yield Contender(name="torch reentrant", prepare=_wrapping(_calling(call_reentrant)))
+    yield _find_remat(device)
+    yield from _find_planners(device)
+    yield from _list_offloaders(device)
+
+
+def _find_remat(device: torch.device) -> Contender:
+    remat = find_package("torch_remat")
     if remat is None:
-        yield Contender(name="torch_remat", family="torch_remat", absent="not installed")
-    else:
-        yield Contender(name="torch_remat", family="torch_remat", prepare=_wrapping(call_remat(remat, device)))
+        return Contender(name="torch_remat", family="torch_remat", absent=_MISSING)
+    return Contender(name="torch_remat", family="torch_remat", prepare=_wrapping(_calling(call_remat(remat, device))))
+
+
+def _find_planners(device: torch.device) -> Iterator[Contender]:
+    xformers = find_package("xformers.checkpoint") if device.type == "cuda" else None
+    for share in BUDGET_SHARES:
+        name = f"xformers' planner {share}"
+        if xformers is None:
+            absent = _MISSING if device.type == "cuda" else "its planner measures on CUDA devices only"
+            yield Contender(name=name, family="xformers", absent=absent)
+        else:
+            yield Contender(name=name, family="xformers", prepare=_wrapping(plan_by_xformers(xformers, share)))
+
+
+def _list_offloaders(device: torch.device) -> Iterator[Contender]:
     if device.type == "cpu":
-        for name in ("save_on_cpu", "TRL-style offload"):
+        for name in ("save_on_cpu", "TRL's offload"):
             yield Contender(name=name, family="offload", absent="the step runs in host memory already")
         return
     yield Contender(name="save_on_cpu", family="offload", around=functools.partial(save_on_cpu, pin_memory=True))
-    stash = StashingOffloader()  # one for all steps: it has a stream of its own
-    yield Contender(name="TRL-style offload", family="offload", around=lambda: stash)
+    trl = find_package("trl.models.activation_offloading")
+    if trl is None:
+        stash = StashingOffloader()  # one for all steps: it has a stream of its own
+        yield Contender(name="TRL-style offload", family="offload", around=lambda: stash)
+    else:
+        theirs = TrlOffloader(trl)
+        yield Contender(name="TRL's offload", family="offload", prepare=theirs.prepare, around=theirs.around)
 
 
-def _wrapping(call: Call, *, every: int = 1) -> Callable[[nn.Module], None]:
+def _wrapping(wrap: Callable[[Call], Call], *, every: int = 1) -> Callable[[nn.Module], None]:
     def prepare(model: nn.Module) -> None:
         for block in find_blocks(model)[::every]:
-            _wrap(block, call)
+            block.forward = wrap(block.forward)
 
     return prepare
 
 
-def _wrap(block: nn.Module, call: Call) -> None:
-    own = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(own, *args, **kwargs)
-
-    block.forward = forward
+def _calling(call: Call) -> Callable[[Call], Call]:
+    return lambda forward: functools.partial(call, forward)

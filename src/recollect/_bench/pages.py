@@ -40,7 +40,7 @@ def write_page(results: Results, page: Path, *, device: str) -> list[Path]:
     if not any(one.cell.device == device for one in results.measured):
         message = f"nothing was measured on {device!r}"
         raise ValueError(message)
-    from recollect._bench.plot import draw_frontiers
+    from recollect._bench.plot import draw_frontier, draw_frontiers
 
     written = []
     parts = [describe_run(results, device)]
@@ -51,11 +51,17 @@ def write_page(results: Results, page: Path, *, device: str) -> list[Path]:
         if any(one is not None for one in cells.values()):
             image = page.parent / "images" / f"frontier-{re.sub('[^a-z0-9]+', '', model.lower())}.svg"
             image.parent.mkdir(exist_ok=True)
-            image.write_bytes(draw_frontiers(title, cells))
+            image.write_bytes(draw_frontiers(f"{title}: step time against peak memory", cells))
             written.append(image)
             parts += [f"![{title}: step time against peak memory](images/{image.name})", ""]
-        parts += [*write_table(cells), ""]
+        parts += [*write_table(cells), "", *write_missing(cells)]
     parts += list(write_largest(results, device))
+    first = find_first(results, device)
+    if first is not None:
+        image = page.parent / "images" / "frontier.svg"
+        name = f"{TITLES.get(first.cell.model, first.cell.model)}, {first.shape}, {device}"
+        image.write_bytes(draw_frontier(name, first))
+        written.append(image)
     filled = _PLACE.sub(lambda match: "\n".join([match[1], *parts, match[2]]), text)
     page.write_text(filled, "utf-8")
     return [page, *written]
@@ -68,6 +74,16 @@ def find_cells(results: Results, model: str, device: str) -> dict[tuple[str, str
         for mode in MODES
         for size in SIZES
     }
+
+
+def find_first(results: Results, device: str) -> Measured | None:
+    """The cell that stands for all: of the first model that was measured, the large one if there is one."""
+    for model in MODELS:
+        cells = find_cells(results, model, device)
+        for size in reversed(SIZES):
+            if (one := cells[size, MODES[0]]) is not None:
+                return one
+    return None
 
 
 def describe_run(results: Results, device: str) -> str:
@@ -86,22 +102,46 @@ def describe_run(results: Results, device: str) -> str:
 
 
 def write_table(cells: dict[tuple[str, str], Measured | None]) -> Iterator[str]:
-    """The lines of a model's table; what is missing is said."""
+    """The lines of a model's table; a cell that is missing has a line too."""
+    for size in SIZES:
+        shape = next((one.shape for (own, _), one in cells.items() if own == size and one is not None), "")
+        if shape:
+            yield f"{size}: {shape}."
+    yield ""
     yield _HEAD
     for (size, mode), measured in cells.items():
         where = f"{size}, {mode}"
         if measured is None:
             yield f"| {where} | not measured yet | | | | | | |"
             continue
-        for number, row in enumerate(compare(measured)):
-            named = f"{where}{' (a look)' * measured.is_quick}: {measured.shape}" if not number else ""
+        rows = [row for row in compare(measured) if row.cost is not None]
+        for number, row in enumerate(rows):
+            named = f"{where}{' (a look)' * measured.is_quick}" if not number else ""
             yield f"| {named} | {' | '.join(_write_row(row))} |"
+        if not rows:
+            yield f"| {where} | nothing could be measured | | | | | | |"
+
+
+def write_missing(cells: dict[tuple[str, str], Measured | None]) -> Iterator[str]:
+    """The contenders without figures, with the reason, as a list; those with the same reason together."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for (size, mode), measured in cells.items():
+        for figure in measured.figures if measured is not None else ():
+            if figure.median_s is None:
+                reason = figure.failed or "no figures"
+                by_reason.setdefault((f"{size}, {mode}", reason), []).append(figure.contender)
+    by_names: dict[tuple[str, str], list[str]] = {}
+    for (where, reason), names in by_reason.items():
+        by_names.setdefault((", ".join(names), reason), []).append(where)
+    for (names_text, reason), places in by_names.items():
+        yield f"* No figures of {names_text} ({'; '.join(places)}): {reason}"
+    if by_names:
+        yield ""
 
 
 def _write_row(row: Row) -> Sequence[str]:
     figure = row.figure
-    if row.cost is None or figure.median_s is None:
-        return (figure.contender, (figure.failed or "no figures").replace("|", "/"), "", "", "", "", "")
+    assert row.cost is not None
     ours = ""
     if row.is_rival and figure.peak_bytes is not None:
         ours = "none" if row.ours is None else f"{row.ours:+.1%}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure as Picture
@@ -18,53 +18,97 @@ if TYPE_CHECKING:
 
 _OURS = "#0b5cad"
 _RIVALS = ("#d88015", "#75138b", "#3f7d20", "#a33b12", "#296e84", "#8d5b1d", "#5c6570", "#262f4c")
-_MARKS = "os^Dv<>P"
+_MARKS = "os^Dv<>PX*"
+_COLUMNS = 4  # of the legend
+_FAR = 1.5  # times the plain step, beyond that: shown at the edge, with its number
+_PANEL, _ALONE, _LINE = (5.5, 3.2), (7.5, 3.8), 0.22  # inches: a panel, one that is alone, a line of text
 
 
 def draw_frontiers(title: str, cells: Mapping[tuple[str, str], Measured | None]) -> bytes:
-    """The picture as SVG, the same for the same figures."""
+    """The picture as SVG, the same for the same figures. What was measured has a panel; what is missing is named."""
+    drawn = {key: rows for key, measured in cells.items() if (rows := _find_rows(measured))}
+    missing = [f"{size}, {mode}" for size, mode in cells if (size, mode) not in drawn]
+    looks = _choose_looks(row for rows in drawn.values() for row in rows)
+    columns = max(1, min(2, len(drawn)))
+    lines = max(1, -(-len(drawn) // columns))
+    width, height = _ALONE if columns == 1 else _PANEL
+    foot = _LINE * (1 + -(-(len(looks) + 1) // _COLUMNS))
+    head = _LINE * (2 if missing else 1) + 0.1
     with mpl.rc_context({"svg.hashsalt": "recollect", "font.size": 9}):
-        picture = Picture(figsize=(11, 7.6), facecolor=PAPER)
-        panels = picture.subplots(2, 2)
-        for panel, ((size, mode), measured) in zip(panels.flat, cells.items(), strict=True):
-            _draw_panel(panel, f"{size}, {mode}", measured)
-        picture.suptitle(f"{title}: step time against peak memory", x=0.06, ha="left", color=INK, fontsize=13)
-        picture.tight_layout(rect=(0, 0, 1, 0.98))
-        drawn = io.BytesIO()
-        picture.savefig(drawn, format="svg", metadata={"Date": None})
+        picture = Picture(figsize=(width * columns, height * lines + head + foot), facecolor=PAPER)
+        panels = picture.subplots(lines, columns, squeeze=False)
+        for panel, ((size, mode), rows) in zip(panels.flat, drawn.items(), strict=False):
+            _draw_panel(panel, f"{size}, {mode}", rows, looks)
+        for panel in panels.flat[len(drawn) :]:
+            panel.set_visible(False)
+        total = picture.get_figheight()
+        picture.text(0.01, 1 - 0.08 / total, title, ha="left", va="top", color=INK, fontsize=12)
+        if missing:
+            below = 1 - (0.1 + _LINE) / total
+            picture.text(0.01, below, f"Not measured yet: {'; '.join(missing)}", ha="left", va="top", color=FAINT)
+        labels: dict[str, Any] = {}
+        for panel in panels.flat:
+            for handle, text in zip(*panel.get_legend_handles_labels(), strict=True):
+                labels.setdefault(text, handle)
+        picture.legend(list(labels.values()), list(labels), loc="lower left", ncols=_COLUMNS, frameon=False)
+        picture.tight_layout(rect=(0, foot / total, 1, 1 - head / total))
+        return _write(picture)
+
+
+def draw_frontier(title: str, measured: Measured) -> bytes:
+    """One panel alone, for a page that shows only one."""
+    return draw_frontiers(title, {(measured.cell.size, measured.cell.mode): measured})
+
+
+def _write(picture: Picture) -> bytes:
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format="svg", metadata={"Date": None})
     lines = (line.rstrip() for line in drawn.getvalue().decode().splitlines())
     return ("\n".join(lines) + "\n").encode()
 
 
-def _draw_panel(panel: Axes, title: str, measured: Measured | None) -> None:
+def _find_rows(measured: Measured | None) -> list[Row]:
+    return [] if measured is None else [row for row in compare(measured) if row.share is not None]
+
+
+def _choose_looks(rows: Iterable[Row]) -> dict[str, tuple[str, str]]:
+    """A mark and a colour for each contender, the same in all panels."""
+    names = dict.fromkeys(row.figure.contender for row in rows if row.is_rival)
+    return {name: (_MARKS[n % len(_MARKS)], _RIVALS[n % len(_RIVALS)]) for n, name in enumerate(names)}
+
+
+def _draw_panel(panel: Axes, title: str, rows: list[Row], looks: Mapping[str, tuple[str, str]]) -> None:
     panel.set_title(title, loc="left", color=INK, fontsize=10)
     panel.tick_params(colors=FAINT)
     panel.grid(color=RULE, linewidth=0.8)
     panel.set_axisbelow(True)
     for side in panel.spines.values():
         side.set_visible(False)
-    rows = [] if measured is None else [row for row in compare(measured) if row.share is not None]
-    if not rows:
-        panel.text(0.5, 0.5, "not measured yet", ha="center", va="center", color=FAINT, transform=panel.transAxes)
-        panel.set_xticks([])
-        panel.set_yticks([])
-        return
     panel.set_xlabel("peak, of the plain step's activations", color=FAINT)
     panel.set_ylabel("step time over plain", color=FAINT)
     panel.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     panel.yaxis.set_major_formatter(lambda cost, _: f"{cost:+.0%}")
     mine = [row for row in rows if row.figure.family == OURS or row.figure.contender == "plain"]
     mine.sort(key=_share)
+    near = [_cost(row) for row in rows if _cost(row) <= _FAR or row in mine]
+    top = max(0.05, 1.1 * max(near))
     panel.plot([_share(row) for row in mine], [_cost(row) for row in mine], "-o", color=_OURS, label=OURS, zorder=3)
-    for number, row in enumerate(row for row in rows if row.is_rival):
-        panel.plot(
-            [_share(row)],
-            [_cost(row)],
-            _MARKS[number % len(_MARKS)],
-            color=_RIVALS[number % len(_RIVALS)],
-            label=row.figure.contender,
-        )
-    panel.legend(fontsize=7, frameon=False)
+    for row in rows:
+        if not row.is_rival:
+            continue
+        mark, colour = looks[row.figure.contender]
+        height = min(_cost(row), top)
+        panel.plot([_share(row)], [height], mark, color=colour, label=row.figure.contender, clip_on=False)
+        if _cost(row) > top:
+            panel.annotate(
+                f"{_cost(row):+.0%} ↑",
+                (_share(row), height),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                color=colour,
+            )
+    panel.set_ylim(top=top * 1.04)
 
 
 def _share(row: Row) -> float:

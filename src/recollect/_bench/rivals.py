@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -63,10 +64,10 @@ def _make_selective_contexts() -> Any:
     return torch_checkpoint.create_selective_checkpoint_contexts(decide)
 
 
-def find_remat() -> ModuleType | None:
-    """The package torch_remat; None if it is not installed."""
+def find_package(name: str) -> ModuleType | None:
+    """A package of a rival; None if it is not installed."""
     try:
-        return importlib.import_module("torch_remat")
+        return importlib.import_module(name)
     except ImportError:
         return None
 
@@ -100,6 +101,44 @@ class _RandomState:
             torch.cuda.set_rng_state(state[1], self._device)
 
 
+class _Block(nn.Module):
+    """A block as xformers' wrapper takes it, with the forward that it had."""
+
+    def __init__(self, forward: Call) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives."""
+        return self._forward(*args, **kwargs)
+
+
+def plan_by_xformers(xformers: ModuleType, share: float) -> Callable[[Call], Call]:
+    """The planner of xformers: each block solves in its first call what to keep, within a share of its memory."""
+
+    def wrap(forward: Call) -> Call:
+        planned = xformers.selective_checkpoint_wrapper(_Block(forward), memory_budget=share)
+        return lambda *args, **kwargs: planned(*args, **kwargs)
+
+    return wrap
+
+
+class TrlOffloader:
+    """TRL's own offloader, as its trainers set it up for a model: all but the head."""
+
+    def __init__(self, trl: ModuleType) -> None:
+        self._make = trl.get_act_offloading_ctx_manager
+        self._context: AbstractContextManager[Any] = nullcontext()
+
+    def prepare(self, model: nn.Module) -> None:
+        """Take the model that is going to run."""
+        self._context = self._make(model)
+
+    def around(self) -> AbstractContextManager[Any]:
+        """What forward runs in."""
+        return self._context
+
+
 class StashingOffloader(saved_tensors_hooks):
     """In the style of TRL's and torchtune's, from their description.
 
@@ -115,7 +154,7 @@ class StashingOffloader(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Any:
         base = tensor._base  # noqa: SLF001 (public in all but name)
-        is_parameter = isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter)
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
         if tensor.numel() * tensor.itemsize < self._min or is_parameter or not tensor.is_cuda:
             return tensor
         self._stream.wait_stream(torch.cuda.current_stream())

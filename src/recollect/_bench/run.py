@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from recollect import __version__
 from recollect._bench.names import MODELS
 from recollect._bench.results import Cell, Measured, Results
 
@@ -28,12 +28,8 @@ def find_commit() -> str:
         subprocess.run([*git, "ls-files", "--error-unmatch", "run.py"], capture_output=True, check=True, timeout=10)
         asked = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        pass  # no git, or installed among files of somebody else's
-    try:
-        return metadata.version("recollect")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    except (OSError, subprocess.SubprocessError):  # no git, or installed among files of somebody else's
+        return __version__
 
 
 def list_cells(

@@ -1,10 +1,10 @@
 """The commands of the command line, in the order in which help lists them. A new one is a file, and a line here."""
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+from recollect import __version__
 from recollect._cli.bench import bench
 from recollect._cli.demo import demo
 from recollect._cli.doctor import doctor
@@ -30,11 +30,7 @@ def _show_version(is_asked: bool) -> None:  # noqa: FBT001 (typer calls it so)
     if is_asked:
         import torch
 
-        try:
-            version = metadata.version("recollect")
-        except metadata.PackageNotFoundError:
-            version = "(source tree, not installed)"
-        typer.echo(f"recollect {version}, torch {torch.__version__}")
+        typer.echo(f"recollect {__version__}, torch {torch.__version__}")
         raise typer.Exit
 
 

@@ -19,14 +19,14 @@ def require(package: str, *, extra: str) -> ModuleType:
     >>> require("transformer", extra="transformers")
     Traceback (most recent call last):
     ...
-    ImportError: recollect.integrations.transformers needs the package transformer, which cannot be imported (No module
-    named 'transformer'). Install it by: pip install 'recollect[transformers]'
+    ImportError: recollect.integrations.transformers needs transformer, which cannot be imported (No module named
+    'transformer'). Run: pip install "recollect[transformers]"
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
         message = (
-            f"recollect.integrations.{extra} needs the package {package}, which cannot be imported ({error}). "
-            f"Install it by: pip install 'recollect[{extra}]'"
+            f"recollect.integrations.{extra} needs {package.partition('.')[0]}, which cannot be imported ({error}). "
+            f'Run: pip install "recollect[{extra}]"'
         )
         raise ImportError(message, name=package) from error
