@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import packaged
 import torch
 from packaged import MODELS, Packaged, Size, available
 from torch import Tensor, nn
@@ -122,19 +123,19 @@ class Case:
     peak_bytes: int
 
 
-def prepare(packaged: Packaged, size: Size, device: str, clock: Callable[[], float]) -> Case:
+def prepare(kind: Packaged, size: Size, device: str, clock: Callable[[], float]) -> Case:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        model = packaged.build(size).to(dtype).train()
-        inputs = packaged.inputs(size)
+        model = kind.build(size).to(dtype).train()
+        inputs = kind.inputs(size)
     without_cache(model)
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     optimizer = torch.optim.AdamW(model.parameters())
-    loss = None if "labels" in inputs else packaged.loss
+    loss = None if "labels" in inputs else kind.loss
 
     def step() -> None:
-        packaged.loss(model(**inputs)).backward()
+        kind.loss(model(**inputs)).backward()
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -199,9 +200,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=FIGURES)
     parser.add_argument("--shares", nargs="*", type=float, default=(0.7, 0.5, 0.3))
     parser.add_argument("--levers", nargs="*", default=())
+    parser.add_argument("--vocab", type=int, default=packaged.VOCAB, help="few words leave the peak to the blocks")
     for name, value in (("width", 256), ("layers", 8), ("tokens", 256), ("batch", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
+    packaged.VOCAB = options.vocab
     small = Size(options.width, options.layers, options.tokens, options.batch)
     clock = time.perf_counter if options.device == "cuda" else time.process_time
     for name in available():

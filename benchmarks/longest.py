@@ -71,8 +71,6 @@ def try_length(options: argparse.Namespace, way: Way, tokens: int, budget: int) 
     torch.cuda.empty_cache()
     try:
         model, step = make(options, tokens)
-        if options.device == "cpu":
-            step()  # makes the optimizer's state, which on a device a profile counts without that
         with way(model, step, budget):
             for _ in range(4):
                 step()

@@ -104,3 +104,36 @@ def test_weights_that_two_modules_share_do_not_keep_a_plan_from_its_model() -> N
     recollect.apply(model, recollect.Plan(regions=(region,))).remove()
     with pytest.raises(ValueError, match="has 256 bytes of parameters in 'head', where the plan saw 255"):
         recollect.apply(model, recollect.Plan(regions=(replace(region, parameter_bytes=255),)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizers_first_step_counts_the_state_that_later_ones_find(optimizer: Any) -> None:
+    model = make()
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    made = optimizer(model.parameters(), lr=1e-3, **options)
+
+    def step() -> None:
+        F.cross_entropy(model(X), Y).backward()
+        made.step()
+        made.zero_grad()
+
+    first = recollect.profile(step, timed=False)
+    assert not made.state
+    step()
+    later = recollect.profile(step, timed=False)
+    assert first.peak_bytes == later.peak_bytes
+
+
+def test_fit_counts_the_state_that_a_step_has_not_made_yet() -> None:
+    model = make()
+    made = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        made.step()
+        made.zero_grad()
+
+    budget = recollect.profile(step, X, Y, timed=False).peak_bytes * 8 // 10
+    with recollect.fit(model, (X, Y), step=step, budget=budget):
+        step(X, Y)
+        assert recollect.profile(step, X, Y, timed=False).peak_bytes <= budget

@@ -211,6 +211,7 @@ class StepProfiler:
         if self._restores:
             for module in self._modules:
                 self._snapshot.note_set_up(module)
+        self._count_new_states()
         self._step_on_fakes()
 
     def _time(self, step: Callable[[], object]) -> PlainTimes | None:
@@ -304,6 +305,13 @@ class StepProfiler:
         for prefix, module in self._named_roots():
             for path, tensor in module.named_parameters():
                 yield prefix + plain_path(path), tensor
+
+    def _count_new_states(self) -> None:
+        """Count what optimizers made for themselves in this step, their first, as if it had been there: later it is."""
+        paths = {id(parameter): path for path, parameter in self._named_parameters()}
+        for optimizer in self._optimizers:
+            for name, state in name_states(optimizer, paths):
+                self._known.add(self._capture.storages.count_from_start(state), Category.OPTIMIZER, name)
 
     def _step_on_fakes(self) -> None:
         """Let the given optimizer step, if none did: its state counts from before the step, its calls come last."""

@@ -108,6 +108,14 @@ class StorageLog:
         """The numbers of what a tensor is made of, which was there before the step."""
         return [self.number(storage, device, BEFORE, is_given=True) for storage, device in storages_of(tensor)]
 
+    def count_from_start(self, tensor: Tensor) -> list[int]:
+        """The numbers of what a tensor is made of, which counts as there before the step, though the step made it."""
+        found = [self.find_same(storage) for storage, _ in storages_of(tensor)]
+        numbers = [number for number in found if number is not None]
+        for number in numbers:
+            self.entries[number].made_at, self.entries[number].is_given = BEFORE, True
+        return numbers
+
     def alias(self, storage: torch.UntypedStorage, number: int) -> None:
         """Let a storage stand for another one; whoever calls keeps it alive as long as the log is written."""
         tracked = _Tracked(storage)
