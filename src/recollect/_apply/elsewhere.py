@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from recollect._compile.offloading import INPUTS
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._offload.offload import Offload, TierLike, check_tier, deciding_for, offload_decided
+from recollect._offload.tiers import Tier
 from recollect._recompute.region import Region
 
 
@@ -29,6 +31,17 @@ class Elsewhere:
     def offload(self) -> Offload:
         """What does it, on this thread."""
         return self.to if isinstance(self.to, Offload) else offload_decided(self.to)
+
+    @property
+    def in_graph(self) -> str:
+        """What compiled code makes of it, in a word: nothing, its inputs go to the host, or where it cannot send to."""
+        if isinstance(self.to, Offload):
+            return "a recollect.offload with options of its own"
+        tiers = (self.to,) if isinstance(self.to, (str, Tier)) else tuple(self.to)
+        names = " then ".join(one if isinstance(one, str) else one.name for one in tiers)
+        if names != "host":
+            return f"the tier '{names}'"
+        return INPUTS if self.takes_inputs else ""
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

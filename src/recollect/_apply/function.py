@@ -84,7 +84,7 @@ def checkpoint(
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.
         offload_inputs: keep the function's arguments elsewhere between forward and backward, as `recollect.offload`
-            does; so is what a policy keeps. Not in compiled code, where arguments are values of the graph.
+            does; so is what a policy keeps. In compiled code they go to pinned host memory, and nowhere else.
         offload_to: where to: ``"host"`` (what None means), ``"disk"``, another tier, or a `recollect.offload`. Values
             that a policy decides to offload go there, too.
         unknown: there are no other options; those of torch are refused with what to write instead.
@@ -155,6 +155,7 @@ def checkpoint(
     )
     name = name or name_of(fn)
     call, checked = choices.region(name, fn).call, choices.policy
+    elsewhere, sends = choices.elsewhere, choices.sends
     tally, caches = choices.tally, cache_classes()
     may_cache = bool(caches) and _module_of(fn) is not None
 
@@ -164,7 +165,7 @@ def checkpoint(
         if is_dynamo_compiling() or is_exporting():
             from recollect._apply.in_graph import call_in_graph
 
-            return call_in_graph(name, fn, checked, args, kwargs)
+            return call_in_graph(name, fn, checked, args, kwargs, None, elsewhere, sends)
         result = call(args, kwargs)
         if tally is not None:
             warn_if_nothing_kept(tally, f"region '{name}'")

@@ -53,6 +53,11 @@ class Choices:
         return region
 
     @property
+    def sends(self) -> str:
+        """What compiled code makes of where holdings go, in a word."""
+        return "" if self.elsewhere is None else self.elsewhere.in_graph
+
+    @property
     def tally(self) -> Tally | None:
         """What a ready-made policy was asked and kept; None for other policies."""
         return self.policy.tally if isinstance(self.policy, ReadyMade) else None

@@ -25,6 +25,7 @@ class StandIn(InstanceForward):
     def __init__(self, module: nn.Module, name: str, choices: Choices) -> None:
         super().__init__(module, name)
         self.choices = choices
+        self.sends = choices.sends  # read by Dynamo, which would trace a property
         self.contexts: Any = None  # what a region in a graph takes its policy from, in torch's way
         self._caches = cache_classes()
         self.reports: tuple[Tally, str] | None = None  # a tally to look at after each call, and of what it is
@@ -48,7 +49,8 @@ class StandIn(InstanceForward):
             return own(*args, **kwargs)
         if self._caches:
             args, kwargs = without_cache(module, self._caches, args, kwargs)
-        return call_in_graph(self, own, self.choices.policy, args, kwargs, self.contexts)
+        choices = self.choices
+        return call_in_graph(self, own, choices.policy, args, kwargs, self.contexts, choices.elsewhere, self.sends)
 
     @untraced
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +62,8 @@ class StandIn(InstanceForward):
         if is_exporting():
             from recollect._apply.in_graph import call_in_graph
 
-            return call_in_graph(self, own, self.choices.policy, args, kwargs, self.contexts)
+            choices = self.choices
+            return call_in_graph(self, own, choices.policy, args, kwargs, self.contexts, choices.elsewhere, self.sends)
         result = self.choices.region(self.name, own).call(args, kwargs)
         if self.reports is not None:
             warn_if_nothing_kept(*self.reports)

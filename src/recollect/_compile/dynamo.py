@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from recollect._compile.keys import has_functions, key_of
+from recollect._compile.offloading import INPUTS, refuse_tier
 from recollect._compile.operator import region_operator
 from recollect._core.torch_private.capturing import (
     break_graph,
@@ -20,7 +21,7 @@ from recollect._policy.base import CallPolicy, Policy
 
 
 def read_options(called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a region: its name, and its policy's.
+    """The constants of a region: its name, its policy's, and whether its inputs are offloaded.
 
     Equal blocks are compiled once for all: their names stand in the graph without numbers, and are no guard, unless the
     policy may go by them.
@@ -30,6 +31,9 @@ def read_options(called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
         policy = _policy_of(contexts)
     owner = guarded_by_nothing(options["name"])
     name: str = owner if isinstance(owner, str) else owner.name
+    sends = value_of(options["sends"]) if "sends" in options else ""
+    if sends not in ("", INPUTS):
+        break_graph(refuse_tier(name, sends))
     if policy is not None:
         policy = policy.within(name)
         _check_modules(policy, modules_called(called))
@@ -37,7 +41,8 @@ def read_options(called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
         value_of(options["name"])
     else:
         name = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-    return {"name": name, "key": key_of(policy)}
+    constants = {"name": name, "key": key_of(policy)}
+    return {**constants, "offloads_inputs": True} if sends == INPUTS else constants
 
 
 def _policy_of(contexts: Any) -> Policy:

@@ -18,8 +18,13 @@ from recollect._core.torch_private.partitioner import DECISION, EXPORTED, REGION
 from recollect._policy.base import Policy
 
 
-def call_exporting(
-    name: str, fn: Callable[..., Any], policy: Policy | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+def call_exporting(  # noqa: PLR0917
+    name: str,
+    fn: Callable[..., Any],
+    policy: Policy | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offloads_inputs: bool,  # noqa: FBT001
 ) -> Any:
     """Call a function as a region of a program that is exported without Dynamo: its nodes are tagged."""
     mode = get_proxy_mode()
@@ -28,7 +33,8 @@ def call_exporting(
     graph = mode.tracer.graph
     start = next(iter(reversed(graph.nodes)), None)
     result = fn(*args, **kwargs)
-    tag_since(graph, start, name, policy if policy is None else policy.within(name))
+    policy = policy if policy is None else policy.within(name)
+    tag_since(graph, start, name, policy, offloads_inputs=offloads_inputs)
     return result
 
 

@@ -15,6 +15,9 @@ import torch
 from torch.fx import Node
 
 MARK = "should_offload"
+INPUTS = "inputs"
+"""What a call of a region says whose inputs go to the host. Of one that offloads nothing it is nothing, and of one that
+sends to where graphs cannot, it says where that is."""
 
 
 def mark_offloaded(node: Node) -> None:
@@ -31,3 +34,11 @@ def mark_offloaded(node: Node) -> None:
     config.activation_offload_separate_stream = True
     config.activation_offload_sink_wait = True
     config.activation_reload_prefetch = True
+
+
+def refuse_tier(region: str, sends: str) -> str:
+    """Say that a graph cannot send to where a region does."""
+    return (
+        f"region '{region}' offloads to {sends}, and compiled code can offload to pinned host memory only. Leave "
+        "offload_to out; or let Dynamo break the graph there (fullgraph=False), and the eager engine runs the region"
+    )

@@ -28,15 +28,20 @@ from recollect._compile.tags import tag_since
 from recollect._core.torch_private.compiler import untraced
 from recollect._policy.base import Policy
 
-RunEager = Callable[[str, Callable[..., Any], Policy | None, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a function as a region of the eager engine, which is no matter of this room."""
+RunEager = Callable[[str, Callable[..., Any], Policy | None, Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function as a region of the eager engine, which is no matter of this room.
+
+From the name, the function, the policy, torch's contexts, where its holdings go (True for its inputs to the host), and
+the arguments.
+"""
 
 
 class RegionOperator(HigherOrderOperator):
     """Calls a function as a region.
 
-    In a graph: ``recollect_region(body, *tensors, name=..., key=...)``, all of them constants or nodes. From Python,
-    where Dynamo has broken its graph at the call: the function as the user gave it, its arguments, and the policy.
+    In a graph: ``recollect_region(body, *tensors, name=..., key=...)``, all of them constants or nodes; with
+    ``offloads_inputs=True`` where the tensors are to be offloaded. From Python, where Dynamo has broken its graph at
+    the call: the function as the user gave it, its arguments, the policy, and where its holdings go.
     """
 
     def __init__(self) -> None:
@@ -45,17 +50,27 @@ class RegionOperator(HigherOrderOperator):
 
     @untraced
     def __call__(
-        self, body: Any, *operands: Any, name: Any, key: str = "", policy: Any = None, contexts: Any = None
+        self,
+        body: Any,
+        *operands: Any,
+        name: Any,
+        key: str = "",
+        offloads_inputs: bool = False,
+        policy: Any = None,
+        contexts: Any = None,
+        elsewhere: Any = None,
+        sends: str = "",
     ) -> Any:
         """Run the body; while autograd is traced, tag what it adds."""
+        del sends  # of use while Dynamo captures the call
         assert self.run_eager is not None, "set where the operator is put to use"
         if not isinstance(body, GraphModule):
             args, kwargs = operands
-            return self.run_eager(name, body, policy, contexts, args, kwargs)
+            return self.run_eager(name, body, policy, contexts, elsewhere, args, kwargs)
         mode = get_proxy_mode()
         if mode is None:
             if torch.is_grad_enabled() and not any(map(_is_traced, operands)):
-                return self.run_eager(name, body, policy_of(key), None, operands, {})
+                return self.run_eager(name, body, policy_of(key), None, offloads_inputs or None, operands, {})
             return examine(body, operands)
         policy = policy_of(key)
         graph = mode.tracer.graph
@@ -63,7 +78,7 @@ class RegionOperator(HigherOrderOperator):
         unchanged = Unchanged(mode.tracer, operands)
         with preserve_node_meta():
             result = run_nested(body, operands, policy)
-        added, words = tag_since(graph, start, name, policy)
+        added, words = tag_since(graph, start, name, policy, offloads_inputs=offloads_inputs)
         unchanged.watch(added, result)
         if policy is not None and policy.labels:
             note_matches(graph, policy, words, result)

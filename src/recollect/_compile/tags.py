@@ -41,8 +41,18 @@ _ids = itertools.count(1)
 _RECOMPUTE = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 
 
-def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | None) -> tuple[list[Node], set[str]]:
-    """Tag the nodes that a region's body has added behind `start`; gives them, and the rules that decided, in words."""
+def tag_since(
+    graph: Graph, start: Node | None, region: str, policy: Policy | None, *, offloads_inputs: bool = False
+) -> tuple[list[Node], set[str]]:
+    """Tag the nodes that a region's body has added behind `start`; gives them, and the rules that decided, in words.
+
+    Args:
+        graph: the joint graph.
+        start: the last node before the region's; None if there was none.
+        region: its name.
+        policy: what decides in it.
+        offloads_inputs: whether what it takes from operators before it is offloaded, as far as it is kept.
+    """
     added = nodes_since(graph, start)
     tagger = _Tagger(region, policy, added)
     region_id = new_region_id()
@@ -59,7 +69,11 @@ def tag_since(graph: Graph, start: Node | None, region: str, policy: Policy | No
     inside, needed = set(added), []
     for node in added:
         for source in node.all_input_nodes:
-            if source not in inside and source.op == "call_function" and "ac_graph_id" not in source.meta:
+            if source in inside or source.op != "call_function":
+                continue
+            if offloads_inputs:
+                mark_offloaded(source)
+            if "ac_graph_id" not in source.meta:
                 source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
                 needed.append(source)
     if is_exporting():
