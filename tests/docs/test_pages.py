@@ -74,6 +74,15 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert {name for name in names if name not in listed and name.removeprefix("api/") not in listed} == set()
 
 
+def test_every_name_of_torch_remat_has_a_line_that_says_what_to_write() -> None:
+    remat = pytest.importorskip("torch_remat")
+    text = (DOCS / "migrating.md").read_text("utf-8").partition("## From torch_remat")[2]
+    left = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
+    named = {name for cell in left for name in re.findall(r"`(\w+)", cell)}
+    public = {name for name in vars(remat) if not name.startswith("_")} - {"annotations"}
+    assert public - named == set()
+
+
 def test_the_start_can_be_pasted_into_a_fresh_interpreter() -> None:
     text = (DOCS / "getting-started.md").read_text("utf-8")
     lines = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... ")) or line in (">>>", "...")]
