@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import recollect
 from recollect import Decision, Site, policies
 from recollect._core.torch_private.intercept import Interception
+from recollect._selective import way
 from recollect._selective.knowledge import knowledge_of
 
 MM = torch.ops.aten.mm.default
@@ -57,6 +58,40 @@ def test_ordinary_code_is_exact_and_runs_no_kept_product_again(pair: tuple[Ordin
         assert torch.equal(plain.norm.running_mean, ours.norm.running_mean)  # type: ignore[arg-type]
     (call,) = recollect.explain(region).regions[0].calls
     assert call.way.startswith("by running the function again without the operators that are kept; it has no program")
+
+
+class Router(nn.Module):
+    """Chooses as mixtures of experts do: the largest scores, which it scales in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.value = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.scores(x).softmax(-1), 2, dim=-1)
+        weights /= weights.sum(-1, keepdim=True)
+        filled = torch.empty_like(x).copy_(self.value(x))  # what keeps a region from being replayed
+        return x + (filled * weights[..., :1] + chosen[..., :1]).sin()
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_what_is_written_after_it_was_kept_needs_no_dispatch_mode(
+    monkeypatch: pytest.MonkeyPatch, retain: bool
+) -> None:
+    torch.manual_seed(0)
+    router, x = Router(), torch.randn(5, 8)
+    region = recollect.checkpoint(router, policy=policies.save_ops("aten.topk.default", "aten.addmm.default"))
+
+    def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        loss, leaves = call(x).square().sum(), [*router.parameters()]
+        passes = [torch.autograd.grad(loss, leaves, retain_graph=retain) for _ in range(1 + retain)]
+        return [gradient for found in passes for gradient in found]
+
+    expected = step(router)
+    for _ in range(3):
+        assert_same(step(region), expected)
+    monkeypatch.setattr(way, "KeepingMode", pytest.fail)
+    assert_same(step(region), expected)
 
 
 def flops_of(step: Callable[[], object]) -> int:

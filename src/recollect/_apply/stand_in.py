@@ -17,6 +17,7 @@ from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices, warn_if_nothing_kept
 from recollect._core.torch_private.compiler import untraced
 from recollect._policy.presets import Tally
+from recollect._recompute.module_tree import Memory
 
 
 class StandIn(InstanceForward):
@@ -28,6 +29,7 @@ class StandIn(InstanceForward):
         self.sends = choices.sends  # read by Dynamo, which would trace a property
         self.contexts: Any = None  # what a region in a graph takes its policy from, in torch's way
         self._caches = cache_classes()
+        self._memory = Memory()
         self.reports: tuple[Tally, str] | None = None  # a tally to look at after each call, and of what it is
 
     def _for_copy(self, copied: nn.Module) -> Self:
@@ -64,7 +66,9 @@ class StandIn(InstanceForward):
 
             choices = self.choices
             return call_in_graph(self, own, choices.policy, args, kwargs, self.contexts, choices.elsewhere, self.sends)
-        result = self.choices.region(self.name, own).call(args, kwargs)
+        region = self.choices.region(self.name, own)  # not held: it holds the module
+        region.memory = self._memory
+        result = region.call(args, kwargs)
         if self.reports is not None:
             warn_if_nothing_kept(*self.reports)
         return result

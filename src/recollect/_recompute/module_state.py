@@ -163,7 +163,7 @@ class ModuleState:
         memory: where earlier calls of the region have left what they found.
     """
 
-    __slots__ = ("_loose", "_state", "_training", "_tree", "_trial", "_versions", "_watched", "is_watching")
+    __slots__ = ("_loose", "_roots", "_state", "_training", "_tree", "_trial", "_versions", "_watched", "is_watching")
 
     def __init__(
         self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False, memory: Memory | None = None
@@ -173,8 +173,8 @@ class ModuleState:
             tree = ModuleTree(roots)
             if memory is not None:
                 memory.tree = tree
-        self._tree = tree
-        self._training = tree.modes()
+        self._tree, self._roots = tree, roots
+        self._training = tree.modes(roots)
         self._loose = [(ref(tensor), _version(tensor)) for tensor in loose]
         self._state: States = []
         self._trial: _Trial | None = None
@@ -183,7 +183,7 @@ class ModuleState:
         self._watched = tree.watched
         if tree.buffers or _declared.items:
             exempt: set[int] = set()
-            for module in tree.modules:
+            for module in tree.modules(roots):
                 self._note_state(module, exempt, exact=exact)
             self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
         self._versions = _versions(self._watched)
@@ -226,7 +226,7 @@ class ModuleState:
     def _learn_late(self) -> None:
         """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""
         versions = dict(zip(map(id, self._watched), self._versions, strict=True))
-        for module in self._tree.modules:
+        for module in self._tree.modules(self._roots):
             for name, tensor in module._buffers.items():  # noqa: SLF001
                 if tensor is not None and _version(tensor) != versions.get(id(tensor), _version(tensor)):
                     by_mode = _learned.setdefault(type(module), {})
@@ -284,7 +284,7 @@ class ModuleState:
         self.is_watching = bool(changed)
         tree = self._tree
         if not (changed or self._state or self._trial is not None) and (
-            tree.modes() == self._training and tree.has_same_parts()
+            tree.modes(self._roots) == self._training and tree.has_same_parts()
         ):
             return None
         stack = ExitStack()
@@ -317,7 +317,8 @@ class ModuleState:
         tree = self._tree
         noted = iter(tree.buffers if kind else tree.parameters)
         counts = tree.buffer_counts if kind else tree.parameter_counts
-        for (module, table), count in zip(tree.tables(of_buffers=bool(kind)), counts, strict=True):
+        tables = tree.tables(self._roots, of_buffers=bool(kind))
+        for module, table, count in zip(tree.modules(self._roots), tables, counts, strict=True):
             held = list(islice(noted, count))
             if len(table) >= count:
                 for name, tensor in list(zip(table, held, strict=False)):
@@ -333,7 +334,7 @@ class ModuleState:
                 if now is not tensor and not is_swapped:
                     table[name] = tensor
                     stack.callback(_put_back, table, name, tensor, now)
-        for module, training in zip(self._tree.modules, self._training, strict=True):
+        for module, training in zip(self._tree.modules(self._roots), self._training, strict=True):
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training

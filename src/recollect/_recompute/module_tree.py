@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
         level = [child for table in map(_children, found) if table for child in table.values() if child is not None]
         if not level:
             return modules, attributes
-    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    modules = list(dict.fromkeys([*roots, *(module for root in roots for module in root.modules())]))
     return modules, list(map(vars, modules))
 
 
@@ -54,58 +55,59 @@ def find_watched(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 class ModuleTree:
     """Modules and all they contain: noted once, so that the calls of a region need not search again.
 
-    It holds the modules, as the region does.
+    Does not hold the modules it was made of, nor their dictionaries, so that they may hold it: their callers give them.
 
     Attributes:
-        modules: all of them.
         parameters: what their tables of parameters held, module by module.
         parameter_counts: how many each held.
         buffers: the same of buffers.
         buffer_counts: how many.
         watched: the parameters that recomputation must find unchanged.
-        training: whether each was in training mode.
     """
 
     __slots__ = (
-        *("_attributes", "_empty", "_filled", "_parts", "_roots", "buffer_counts", "buffers", "modules"),
-        *("parameter_counts", "parameters", "training", "watched"),
+        *("_empty", "_filled", "_inner", "_inner_attributes", "_parts", "_roots", "buffer_counts", "buffers"),
+        *("parameter_counts", "parameters", "watched"),
     )
 
     def __init__(self, roots: list[nn.Module]) -> None:
-        self._roots = roots
-        self.modules, self._attributes = _walk(roots)
-        parameters = list(map(_parameters, self._attributes))
-        buffers = list(map(_buffers, self._attributes))
+        self._roots = list(map(ref, roots))
+        modules, attributes = _walk(roots)
+        self._inner, self._inner_attributes = modules[len(roots) :], attributes[len(roots) :]
+        parameters, buffers = list(map(_parameters, attributes)), list(map(_buffers, attributes))
         self.parameters: list[Tensor | None] = _values(parameters)
         self.buffers: list[Tensor | None] = _values(buffers)
         # How many of those each module has: what it adds later, it adds behind them.
         self.parameter_counts, self.buffer_counts = list(map(len, parameters)), list(map(len, buffers))
-        tables = [*map(_children, self._attributes), *parameters, *buffers]
+        tables = [*map(_children, attributes), *parameters, *buffers]
         # Apart, because most are empty, and to see that they still are takes less than to read them.
         self._empty = [table for table in tables if not table]
         self._filled = [table for table in tables if table]
         self._parts = _values(self._filled)
-        self.training = self.modes()
         self.watched = find_watched(self.parameters)
 
     def is_of(self, roots: list[nn.Module]) -> bool:
         """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
-        return _same_objects(roots, self._roots) and self.has_same_parts()
+        return _same_objects(roots, [root() for root in self._roots]) and self.has_same_parts()
 
     def has_same_parts(self) -> bool:
         """Whether the modules hold the modules, parameters and buffers that they held."""
         return not any(self._empty) and _same_objects(_values(self._filled), self._parts)
 
-    def modes(self) -> list[bool]:
-        """Whether each module is in training mode."""
-        try:
-            return list(map(_training, self._attributes))
-        except KeyError:  # a compiled module says it of the module that it stands for
-            return [module.training for module in self.modules]
+    def modules(self, roots: list[nn.Module]) -> list[nn.Module]:
+        """All of them."""
+        return [*roots, *self._inner]
 
-    def tables(self, *, of_buffers: bool) -> Iterable[tuple[nn.Module, Table]]:
-        """Each module, with its table of parameters or of buffers as it stands."""
-        return zip(self.modules, map(_buffers if of_buffers else _parameters, self._attributes), strict=True)
+    def modes(self, roots: list[nn.Module]) -> list[bool]:
+        """Whether each is in training mode."""
+        try:
+            return [*map(_training, map(vars, roots)), *map(_training, self._inner_attributes)]
+        except KeyError:  # a compiled module says it of the module that it stands for
+            return [module.training for module in self.modules(roots)]
+
+    def tables(self, roots: list[nn.Module], *, of_buffers: bool) -> Iterator[Table]:
+        """The table of parameters, or of buffers, that each has now."""
+        return map(_buffers if of_buffers else _parameters, (*map(vars, roots), *self._inner_attributes))
 
 
 class Memory:

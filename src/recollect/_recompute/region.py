@@ -26,7 +26,7 @@ class Region:
 
     def __init__(self, name: str, fn: Callable[..., Any], options: Options) -> None:
         self.name, self.fn, self.options = name, fn, options
-        self.memory = Memory()
+        self.memory = Memory()  # or that of earlier regions of the same function
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -157,7 +157,7 @@ class Decisions:
     looks_at_sizes: bool = False
     ops: frozenset[Any] | None = None
     by_call: dict[tuple[Any, bool, int], DecisionLine] = field(default_factory=dict)
-    wanted: dict[Any, frozenset[int]] | None = None
+    wanted: dict[Any, dict[int, bool]] | None = None
     may_record: bool = True
     program: Program | None = None
     why_no_program: str | None = None
@@ -273,17 +273,17 @@ def strongest(verdicts: list[Verdict]) -> Verdict:
     return verdicts[0]
 
 
-def _plain_calls(lines: list[DecisionLine]) -> dict[Any, frozenset[int]] | None:
-    """The calls of each operator; None if one of them draws, writes, is written into or runs without gradients."""
-    found: dict[Any, set[int]] = {}
+def _plain_calls(lines: list[DecisionLine]) -> dict[Any, dict[int, bool]] | None:
+    """The calls of each operator, and whether a copy is kept; None if one of them draws, writes or has no gradients."""
+    found: dict[Any, dict[int, bool]] = {}
     for line in lines:
         operator = operator_of(line.key)
         func, is_tracked, call = line.number or (None, False, 0)
-        is_plain = not (line.draws or operator.writes or operator.hides_writes or line.is_written)
+        is_plain = not (line.draws or operator.writes or operator.hides_writes or operator.is_collective)
         if not is_plain or not is_tracked or func is TO_COPY:
             return None
-        found.setdefault(func, set()).add(call)
-    return {func: frozenset(calls) for func, calls in found.items()}
+        found.setdefault(func, {})[call] = line.is_written
+    return found
 
 
 def bytes_of(tensor: Tensor) -> int:

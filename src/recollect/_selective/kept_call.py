@@ -151,7 +151,7 @@ class KeptCall:
         self.arrive()
         self._parts, self.is_borrowed = (), False
         with torch.no_grad():
-            self._leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+            self._leaves = [copy_unseen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._versions = [0] * len(self._leaves)
 
     def prove(self) -> bool:
@@ -224,7 +224,7 @@ class KeptCall:
             if self._flags is not None and self._flags[index]:
                 value.requires_grad_()
             # Copied with a graph where there is one: a leaf could not be written into.
-            leaves[index] = _copy(value) if is_written else value
+            leaves[index] = copy_unseen(value) if is_written else value
         self._put_states()
         return leaves[0] if self._spec is None else unflatten(leaves, self._spec)[0]
 
@@ -260,7 +260,7 @@ class _Packed:
         self.value: Tensor | None = None
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def copy_unseen(tensor: Tensor) -> Tensor:
     """A copy that no mode sees: an enclosing region counts the function's operators, not ours."""
     with without_dispatch_modes():
         return tensor.clone()

@@ -1,8 +1,8 @@
 """Keeps single operators at the least cost: in forward their results, which recomputation is given in their place.
 
-For what is plain: operators that neither draw nor write, called with grad mode on, in a region that stands alone and
-keeps nothing else. Only those operators are intercepted; everything else runs as if nobody looked on.
-`operator_modes.py` does the same for whatever is not plain.
+For what is plain: operators that neither draw, write nor talk to other processes, called with grad mode on, in a region
+that stands alone and keeps nothing else. Only those operators are intercepted; everything else runs as if nobody
+looked on. `operator_modes.py` does the same for whatever is not plain.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth, quick_alias
 from recollect._core.torch_private.intercept import Interception
 from recollect._recompute.hooks import StopRecomputation
+from recollect._selective.kept_call import copy_unseen
 from recollect._selective.kept_calls import Slipped
 
-Wanted = dict[Any, frozenset[int]]
-"""By operator: which of its calls are kept."""
+Wanted = dict[Any, dict[int, bool]]
+"""By operator: which of its calls are kept, and whether as a copy, because the function writes into the result."""
 
-Kept = tuple[Any, list[int], int]
-"""A result, the versions of its tensors, and how many tensors the region had saved before."""
+Kept = tuple[Any, list[int], int, bool]
+"""A result, the versions of its tensors, how many tensors the region had saved before, and whether it is a copy."""
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -75,7 +76,7 @@ class Serving:
         kept = self.calls.pop((op, number), None) if is_last else self.calls.get((op, number))
         if kept is None:
             return op(*args, **kwargs)
-        result, versions, position = kept
+        result, versions, position, is_copy = kept
         if position != self.count_made():
             message = (
                 f"region '{self._region}': {op} was kept after {position} saved tensors in forward, and is met after "
@@ -84,7 +85,9 @@ class Serving:
             raise Slipped(message)
         if versions != _versions(result):  # written into since: what it was is lost
             return op(*args, **kwargs)
-        return result if is_last else _map(Tensor.detach, result)
+        if is_last:
+            return result
+        return _map(copy_unseen if is_copy else Tensor.detach, result)
 
     def serve_nothing(self) -> None:
         """What was kept does not fit: from now on everything runs again."""
@@ -92,7 +95,7 @@ class Serving:
 
     def held(self) -> list[Tensor]:
         """What is kept."""
-        return [tensor for result, _, _ in self.calls.values() for tensor in _tensors(result)]
+        return [tensor for result, *_ in self.calls.values() for tensor in _tensors(result)]
 
 
 class _Forward:
@@ -125,9 +128,10 @@ class _Forward:
             return result
         number = self._counts[op]
         self._counts[op] = number + 1
-        if number in self._wanted[op] and (op, number) not in self._unneeded:
-            kept = _map(quick_alias, result)
-            self._calls[op, number] = (kept, _versions(kept), len(self._saved))
+        is_copy = self._wanted[op].get(number)
+        if is_copy is not None and (op, number) not in self._unneeded:
+            kept = _map(copy_unseen if is_copy else quick_alias, result)
+            self._calls[op, number] = (kept, _versions(kept), len(self._saved), is_copy)
         return result
 
 
