@@ -1,12 +1,12 @@
 """The default way of getting values back: run the function again, once per backward pass, until the last is made.
 
-The usual recomputation collects what the function saves and compares it with forward all at once (`_collect`). Where
+The usual recomputation collects what the function saves and compares it with forward all at once (`Collector`). Where
 that does not do, or something differs, a `Recorder` looks at each tensor as it is saved, and says what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ class Rerun:
     def settle(self, frame: Frame) -> None:
         """There is nothing to learn."""
 
-    def hook(self, frame: Frame, recorder: Recorder) -> Pack:
+    def hook(self, frame: Frame, recorder: Recorder | Collector) -> Pack:
         """The saved-tensor hook of a recomputation."""
         del frame
         return recorder.pack()
@@ -53,8 +53,13 @@ class Rerun:
         """Run the function again and fill what is still asked for."""
         live = find_live(frame.handles)
         last = len(frame.handles) - 1
-        if live is None and self.may_collect(frame) and _collect(frame, is_last=is_last):
-            return
+        if live is None and self._may_collect(frame):
+            assert frame.inputs is not None, "inputs go only when every value is there"
+            leaves = frame.inputs.materialise(frame.name)
+            collector = Collector(frame, leaves)
+            frame.around.rerun(_call, frame, leaves, self.hook(frame, collector), None, is_last)
+            if collector.fill():
+                return
         if live is not None:
             while not live[last]:
                 last -= 1
@@ -75,7 +80,7 @@ class Rerun:
         del frame
         return []
 
-    def may_collect(self, frame: Frame) -> bool:
+    def _may_collect(self, frame: Frame) -> bool:
         """Whether what the function saves may be compared all at once, as far as is known before it runs."""
         return frame.stops_early and frame.evidence is None and frame.log is None and not frame.is_open
 
@@ -111,49 +116,63 @@ class Rerun:
 RERUN = Rerun()
 
 
-def _collect(frame: Frame, *, is_last: bool) -> bool:
-    """Run the function again and fill `frame.values`; False, and nothing is filled, if something differs from forward.
+class Collector:
+    """Collects what one recomputation saves, to be compared with forward when it has ended.
 
-    What is saved is only collected while the function runs, and compared when it has ended.
+    Attributes:
+        count_made: how many tensors it has saved; by `pack`.
     """
-    assert frame.inputs is not None, "inputs go only when every value is there"
-    leaves = frame.inputs.materialise(frame.name)
-    made: list[Tensor] = []
-    metas: list[Meta] = []
-    add, add_meta, enough, count, cut, cut_before = made.append, metas.append, len(frame.handles), 0, 0, 0
 
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal count, cut, cut_before
-        count += 1
-        try:
-            add_meta(quick_meta(tensor))
-        except RuntimeError:  # a layout without a shape
-            add_meta(read_meta(tensor))
-        if not tensor.is_leaf:
-            # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
-            tensor, cut, cut_before = tensor.detach(), count, cut
-        add(tensor)
-        if count >= enough:
-            was_cut = count - 1 == (cut_before if cut == count else cut)
-            before = None if count == 1 or was_cut or made[-2].requires_grad else made[-2]
-            if count > enough or may_stop(frame, before, tensor, leaves):
-                raise StopRecomputation
-        return tensor
+    __slots__ = ("_frame", "_leaves", "_made", "_metas", "count_made")
 
-    frame.around.rerun(_call, frame, leaves, pack, None, is_last)
-    del made[enough:]
-    if count < enough or not _are_as_saved(made, metas, frame):
-        return False
-    frame.values.update(enumerate(zip(made, map(_VERSION, metas), strict=False)))
-    return True
+    def __init__(self, frame: Frame, leaves: list[Any]) -> None:
+        self._frame, self._leaves = frame, leaves
+        self._made: list[Tensor] = []
+        self._metas: list[Meta] = []
+        self.count_made: Callable[[], int] = int
 
+    def pack(self) -> Pack:
+        """The saved-tensor hook of recomputation: collects, and stops after the last tensor that is needed.
 
-def _are_as_saved(made: list[Tensor], metas: list[Meta], frame: Frame) -> bool:
-    """Whether these have the metadata of what forward saved."""
-    if metas == frame.metas or not frame.options.matcher.metadata:
+        A closure, written out: it runs per saved tensor. The detach takes 0.35 µs of it, the metadata 0.25.
+        """
+        frame, leaves, made = self._frame, self._leaves, self._made
+        add, add_meta, enough, count, constant = made.append, self._metas.append, len(frame.handles), 0, 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count, constant
+            count += 1
+            try:
+                add_meta(quick_meta(tensor))
+            except RuntimeError:  # a layout without a shape
+                add_meta(read_meta(tensor))
+            if not tensor.is_leaf:
+                # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
+                tensor = tensor.detach()
+            elif not tensor.requires_grad:
+                constant = count
+            add(tensor)
+            if count >= enough:
+                before = made[-2] if 0 < constant == count - 1 else None
+                if count > enough or may_stop(frame, before, tensor, leaves):
+                    raise StopRecomputation
+            return tensor
+
+        self.count_made = made.__len__
+        return pack
+
+    def fill(self) -> bool:
+        """Give what was collected to the frame; False, and nothing is given, if something differs from forward."""
+        frame, made, metas = self._frame, self._made, self._metas
+        del made[len(frame.handles) :], metas[len(frame.handles) :]  # one more may have come before it stopped
+        if len(made) < len(frame.handles):
+            return False
+        if metas != frame.metas and frame.options.matcher.metadata:
+            triples = zip(frame.metas, metas, made, strict=True)
+            if any(differs(noted, meta, tensor, frame) for noted, meta, tensor in triples):
+                return False
+        frame.values.update(enumerate(zip(made, map(_VERSION, metas), strict=True)))
         return True
-    triples = zip(frame.metas, metas, made, strict=False)  # there may be one more than was asked for
-    return not any(differs(noted, meta, tensor, frame) for noted, meta, tensor in triples)
 
 
 _VERSION = itemgetter(3)  # of metadata

@@ -29,7 +29,7 @@ from recollect._core.torch_private.engine import top_hooks
 from recollect._recompute.frame import Frame, Pack, Sides
 from recollect._recompute.handles import find_live, frame_of
 from recollect._recompute.match import Recorder
-from recollect._recompute.rerun import Rerun
+from recollect._recompute.rerun import Collector, Rerun
 from recollect._recompute.rng import sources_by_request
 from recollect._selective.asking import Asker
 from recollect._selective.blocks import Again, Forward
@@ -439,12 +439,7 @@ class SelectiveWay(Rerun):
             context.knows_states, self._decisions.has_backward = False, True
         return run()
 
-    def may_collect(self, frame: Frame) -> bool:
-        """Each saved tensor is looked at: its number says what was kept before it."""
-        del frame
-        return False
-
-    def hook(self, frame: Frame, recorder: Recorder) -> Pack:
+    def hook(self, frame: Frame, recorder: Recorder | Collector) -> Pack:
         """Where operators are served, each must be the one that was kept."""
         context, pack = frame.recompute_context, recorder.pack()
         if isinstance(context, Serving):
