@@ -10,6 +10,7 @@ On GPUs it uses NCCL and Inductor, elsewhere gloo and the eager backend of the c
 import argparse
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed, nn
@@ -109,7 +110,7 @@ def parallelize(model: Model, mesh: DeviceMesh, plan: recollect.Plan, backend: s
     fully_shard(model, mesh=mesh["data"])
 
 
-def main() -> None:
+def parse(options: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
@@ -119,12 +120,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget", default="70%", help="bytes, or a share of what the plain step would take")
     parser.add_argument("--backend", help="of torch.compile")
-    args = parser.parse_args()
+    return parser.parse_args(options)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+
+def train(args: argparse.Namespace, device: str) -> list[float]:
+    """Plan, parallelize and train; gives the losses of this process."""
     size = distributed.get_world_size()
     mesh = init_device_mesh(
         device, (size // args.tensor_parallel, args.tensor_parallel), mesh_dim_names=("data", "tensor")
@@ -142,6 +142,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     torch.manual_seed(1 + mesh["data"].get_local_rank())  # processes that split products see the same data
+    losses: list[float] = []
     for step in range(args.steps):
         tokens = torch.randint(VOCABULARY, (args.batch_size, 1), device=device) + torch.arange(
             args.length, device=device
@@ -151,8 +152,19 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
         if distributed.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
+            print(f"step {step}: loss {losses[-1]:.4f}")
+    return losses
+
+
+def main() -> None:
+    args = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    train(args, device)
     distributed.destroy_process_group()
 
 

@@ -1,21 +1,18 @@
-"""Steps that take turns leave the collector as they found it."""
+"""Steps that take turns leave the garbage collector as they found it."""
 
-import gc
+from unittest import mock
 
+import pytest
 import torch
 
+from recollect._bench import alternate as module
 from recollect._bench.alternate import alternate
-from tests.collecting import collect_new
 
 
-def test_what_the_caller_froze_stays_frozen_and_nothing_else() -> None:
-    def count() -> int:
-        alternate({"one": lambda: None}, device=torch.device("cpu"), rounds=1, repeats=1)
-        return gc.get_freeze_count()
-
-    collect_new()
-    frozen = gc.get_freeze_count()
-    assert 0 < count() <= frozen
-    gc.unfreeze()
-    assert count() == 0
-    collect_new()
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_what_the_caller_froze_stays_frozen_and_nothing_else(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = mock.Mock()
+    collector.get_freeze_count.return_value = frozen
+    monkeypatch.setattr(module, "gc", collector)
+    alternate({"one": lambda: None}, device=torch.device("cpu"), rounds=1, repeats=1)
+    assert collector.freeze.call_count == collector.unfreeze.call_count == (0 if frozen else 1)

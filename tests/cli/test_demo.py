@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recollect._cli import demo, small_gpt
+from recollect._cli.report import make_report
 from recollect._core.calls import Phase
 from recollect._core.profiles import Profile
 from tests.cli.conftest import Invoke
@@ -28,10 +29,10 @@ def test_the_demo_shows_less_memory_and_the_same_training(
 
     def report(profile: Profile, to: Path, *, against: Profile, top: int) -> None:
         compared.append((against, profile))
-        to.write_text("<html>", "utf-8")
+        make_report(profile, to, against=against, top=top)
 
     monkeypatch.setattr("recollect._cli.report.make_report", report)
-    done = invoke("demo", "--quiet")
+    done = invoke("demo", "--quiet", "--html", "page.html")
     assert done.code == 0, done.err
     rows = {line[:20].strip(): line[20:].split() for line in done.out.splitlines() if "MiB" in line and " ms " in line}
     assert list(rows) == ["plain", "full", "attention kept", "products kept too"]
@@ -40,11 +41,12 @@ def test_the_demo_shows_less_memory_and_the_same_training(
     assert [row[-1] for row in rows.values()][1:] == ["equal"] * 3
     assert "All 3 losses are equal, bit for bit." in done.out
     assert "recollect.apply(model, recollect.policies.save_attention)" in done.out
-    assert str(folder / "recollect-demo.html") in done.out
+    assert str(folder / "page.html") in done.out
+    assert "<html" in (folder / "page.html").read_text("utf-8")
     assert "85% of the plain step's" in done.out
     predicted, measured = re.findall(r"^ *peak +([\d.]+) MiB +([\d.]+) MiB", done.out, re.MULTILINE)[0]
     assert float(measured) == pytest.approx(float(predicted), rel=0.02)
-    assert "<title>" in (folder / "recollect-demo-plan.html").read_text("utf-8")
+    assert "<title>" in (folder / "page-plan.html").read_text("utf-8")
     ((before, after),) = compared
     assert (before.name, after.name) == ("plain", "attention kept")
     assert after.peak_bytes < before.peak_bytes
@@ -52,10 +54,8 @@ def test_the_demo_shows_less_memory_and_the_same_training(
     assert Phase.RECOMPUTATION not in {call.phase for call in before.calls}
 
 
-def test_the_demo_ends_with_a_page(invoke: Invoke, folder: Path) -> None:
-    done = invoke("demo", "--quiet", "--html", "page.html")
-    assert done.code == 0, done.err
-    assert "<html" in (folder / "page.html").read_text("utf-8")
+def test_the_page_of_the_demo_has_a_name_where_none_is_given(invoke: Invoke) -> None:
+    assert "recollect-demo.html" in invoke("demo", "--help").out
 
 
 def test_the_page_of_the_demo_needs_an_ending_that_says_so(invoke: Invoke) -> None:

@@ -206,12 +206,6 @@ def test_ours_and_those_of_torch_go_into_one_graph() -> None:
     assert seen.count(aten.mm.default) == 16 + 2 + 2
 
 
-def test_importing_compat_does_not_bring_dynamo() -> None:
-    code = "import sys, recollect.compat; sys.exit(any(name in sys.modules for name in sys.argv[1:]))"
-    names = ["torch._dynamo", "recollect.compat.higher_order"]
-    assert subprocess.run([sys.executable, "-c", code, *names], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("first", ["torch._dynamo", "recollect.compat.higher_order"])
 def test_the_first_call_of_a_process_is_captured_in_either_order_of_import(first: str) -> None:
     code = f"""
@@ -585,7 +579,8 @@ def test_inductor_recomputes_in_backward(op: Any) -> None:
     def count(graph: fx.Graph) -> None:
         graphs.append(sum(node.target in (aten.mm.default, aten.addmm.default) for node in graph.nodes))
 
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=count):
+    # It calls torch's kernels, and writes none.
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=count, fallback_by_default=True):
         found = step(compiled(lambda x, y: op(body, x.cos(), y, z=x), "inductor"))
         kept = step(compiled(lambda x, y: op(body, x.cos(), y, z=x, context_fn=keep_products), "inductor"))
     expected = step(lambda x, y: body(x.cos(), y, z=x))

@@ -1,4 +1,4 @@
-"""Settings for the tests of this folder: a fresh compiler for each, and processes."""
+"""Settings for the tests of this folder: a fresh compiler for each, kernels only where they matter, and processes."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,18 @@ from tests.distributed.launch import Ranks
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before, in this process or by an earlier state of the library, is found again."""
+def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing compiled before, in this process or by an earlier state of the library, is found again.
+
+    All of Inductor runs, but it writes no kernels: it calls torch's, because a C++ compiler takes 2 s for a graph.
+    Tests of what its kernels read, and when, are marked `kernels`.
+    """
     torch._dynamo.reset()
-    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False):
+    has_kernels = any(request.node.get_closest_marker(name) for name in ("kernels", "gpu"))
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False, fallback_by_default=not has_kernels),
+    ):
         yield
     torch._dynamo.reset()
 

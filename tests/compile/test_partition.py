@@ -73,7 +73,9 @@ def test_gradients_are_those_of_eager_to_the_bit_dropout_included(plan: Any) -> 
     assert len(found.partitions) == 1
 
 
-@pytest.mark.parametrize("plan", [SAVE, RECOMPUTE, policies.save_matmuls], ids=str)
+@pytest.mark.parametrize(
+    "plan", [SAVE, pytest.param(RECOMPUTE, marks=pytest.mark.kernels), policies.save_matmuls], ids=str
+)
 def test_inductor_gives_the_same_gradients_whatever_is_kept_dropout_included(plan: Any) -> None:
     model, x = mlp(), ones(4, 8)
     expected = run_inductor(NOTHING, model, x)
@@ -291,7 +293,7 @@ def test_recomputing_all_gives_the_gradients_of_eager_where_not_all_may_be_run_a
     assert "aten.mm.default" in found.recomputed
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", [pytest.param(FUNCTIONS[0], marks=pytest.mark.kernels), *FUNCTIONS[1:]])
 def test_recomputing_all_with_inductor_gives_the_gradients_of_eager(function: Any) -> None:
     x = ones(4, 8)
     expected = run_plain(Function(function), x)
@@ -306,6 +308,7 @@ def test_what_reads_an_input_that_is_overwritten_is_kept() -> None:
     assert "aten.add.Tensor" not in found.recomputed
 
 
+@pytest.mark.kernels
 def test_without_the_guard_gradients_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint_module, "_changed_inputs", lambda *_: [])
     monkeypatch.setattr(joint_module, "_written", lambda _: [])

@@ -46,6 +46,7 @@ pytestmark = [
 Run = Callable[..., Step]
 BACKENDS = {"graphs": run_compiled, "inductor": run_inductor}
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
+writes_kernels = pytest.mark.kernels
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,9 @@ def changing_a_view(x: Tensor, buffer: Tensor) -> Tensor:
 
 @both_backends
 @pytest.mark.parametrize("f", [changing_its_input, changing_a_view])
-@pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin.default")], ids=str)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(None, marks=writes_kernels), policies.save_ops("aten.sin.default")], ids=str
+)
 def test_trap_01_a_region_that_changes_its_input_has_right_gradients(backend: str, f: Any, policy: Any) -> None:
     def fresh() -> list[Tensor]:
         return [torch.linspace(-1, 1, 16).reshape(4, 4).requires_grad_(), torch.linspace(0, 1, 16).reshape(4, 4)]
@@ -93,6 +96,7 @@ def test_trap_01_a_region_that_changes_its_input_has_right_gradients(backend: st
     torch.testing.assert_close(inputs[1], plain[1])
 
 
+@writes_kernels
 def test_trap_01_an_input_that_is_changed_behind_the_region_is_read_as_it_was() -> None:
     # torch's own regions, and on Inductor plain code as well, read the changed one.
     def make(region: Any) -> Any:
@@ -272,6 +276,7 @@ def dropped(x: Tensor) -> Tensor:
     return F.dropout(x.sin(), 0.5) * x.detach()
 
 
+@writes_kernels
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.1])
 @both_backends
 def test_trap_06_masks_agree_under_any_budget(backend: str, budget: float) -> None:
@@ -596,7 +601,7 @@ def test_a_tensor_made_outside_and_changed_inside() -> None:
     like_plain(make(recollect.checkpoint), make(lambda f: f), [x])
 
 
-@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("fallback", [pytest.param(False, marks=writes_kernels), True])
 def test_dropout_with_inductor(fallback: bool) -> None:
     x = leaf(256)
     with inductor_config.patch(fallback_random=fallback):

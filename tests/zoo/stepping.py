@@ -54,10 +54,30 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in expected if not is_same(found[name], expected[name])]
 
 
+STEPS = 3
+
+
 @functools.cache
-def plain_steps(name: str, steps: int = 3) -> list[dict[str, Any]]:
+def plain_steps(name: str) -> list[dict[str, Any]]:
     model = build_plain(ZOO[name])
-    return [take_step(ZOO[name], model, seed=number) for number in range(steps)]
+    return [take_step(ZOO[name], model, seed=number) for number in range(STEPS)]
+
+
+@functools.cache
+def trained_under(name: str, rule: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A model that took steps under a rule, which is removed again, and what they show."""
+    model = build(ZOO[name])
+    with recollect.apply(model, **RULES[rule]):
+        return model, [take_step(ZOO[name], model, seed=number) for number in range(STEPS)]
+
+
+@functools.cache
+def trained_plainly(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a model is that took as many plain steps, and what its next step shows."""
+    model = build(ZOO[name])
+    for number in range(STEPS):
+        take_step(ZOO[name], model, seed=number)
+    return look_of(model), take_step(ZOO[name], model)
 
 
 def look_of(model: nn.Module) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from tests.zoo.stepping import (
     plain_steps,
     switch_torchs_on,
     take_step,
+    trained_plainly,
+    trained_under,
 )
 
 pytest.importorskip("transformers")
@@ -32,22 +34,17 @@ def test_the_blocks_that_people_would_pick_become_regions(name: str) -> None:
 
 @each("training", rules=RULES)
 def test_steps_are_bitwise_the_plain_ones(name: str, rule: str) -> None:
-    model = build(ZOO[name])
-    with recollect.apply(model, **RULES[rule]):
-        for number, expected in enumerate(plain_steps(name)):
-            assert differing(take_step(ZOO[name], model, seed=number), expected) == []
+    _, steps = trained_under(name, rule)
+    for found, expected in zip(steps, plain_steps(name), strict=True):
+        assert differing(found, expected) == []
 
 
 @each("removal", rules=RULES)
 def test_after_remove_a_model_is_what_plain_steps_would_have_made_of_it(name: str, rule: str) -> None:
-    model, plain = build(ZOO[name]), build(ZOO[name])
-    with recollect.apply(model, **RULES[rule]):
-        for number in range(2):
-            take_step(ZOO[name], model, seed=number)
-    for number in range(2):
-        take_step(ZOO[name], plain, seed=number)
-    assert look_of(model) == look_of(plain)
-    assert differing(take_step(ZOO[name], model), take_step(ZOO[name], plain)) == []
+    model, _ = trained_under(name, rule)
+    look, step = trained_plainly(name)
+    assert look_of(model) == look
+    assert differing(take_step(ZOO[name], model), step) == []
 
 
 @each("peak")
