@@ -166,30 +166,32 @@ class Departures:
         of a small value, which left with a large one after it, or in a batch: it is let go with a large one that left
         later, or when there are enough of them.
         """
-        late, step.late = step.late, []
+        known = [*step.late, *step.small, *numbers] if step.late or step.small else numbers
+        step.late, step.small = [], []
         leaving: list[Parcel] = []
-        for number in [*late, *numbers]:
-            parcel = step.parcels[number]()
+        small: list[Parcel] = []
+        parcels, together, begun = step.parcels, self._together, self._begun
+        last = small_bytes = 0
+        for number in known:
+            parcel = parcels[number]()
             if parcel is None or parcel.stays:
                 continue
-            if parcel.kind.size < self._together:
-                step.small.append(number)
-            elif parcel.is_leaving and parcel.turn <= self._begun:
+            has_begun, size = parcel.is_leaving and parcel.turn <= begun, parcel.kind.size
+            if has_begun and size >= together:
                 leaving.append(parcel)
+                last = max(last, parcel.turn)
+            elif has_begun:
+                small.append(parcel)
+                small_bytes += size
             elif parcel.alias is not None:
-                step.late.append(number)
-        if step.small:
-            leaving += self._take_small(step, max((parcel.turn for parcel in leaving), default=0))
+                (step.small if size < together else step.late).append(number)
+        if small_bytes >= together:
+            leaving += small
+        elif small:
+            leaving += [parcel for parcel in small if parcel.turn <= last]
+            step.small += [parcel.number for parcel in small if parcel.turn > last]
         if leaving:
             self._transfers.release(leaving)
-
-    def _take_small(self, step: Step, turn: int) -> list[Parcel]:
-        """Of small values that are to be let go those that have left by that turn; or all, if they are many."""
-        small = [parcel for parcel in step.live(step.small) if parcel.alias is not None]
-        if sum(parcel.kind.size for parcel in small) >= self._together:
-            turn = self._begun
-        step.small = [parcel.number for parcel in small if not parcel.is_leaving or parcel.turn > turn]
-        return [parcel for parcel in small if parcel.is_leaving and parcel.turn <= turn]
 
 
 def _may_be_held(parcel: Parcel) -> bool:

@@ -155,11 +155,11 @@ class Transfers:
                 failed = failed or parcel
                 continue
             turn += 1
-            parcel.out, parcel.turn = copy.end, turn
-            self._begin_leaving(parcel)
+            parcel.out, parcel.turn, parcel.is_leaving = copy.end, turn, True
             if parcel.goes_on and workers is not None and parcel.buffer is not None:
                 workers.write(parcel, parcel.buffer.bytes, parcel.out, parcel.buffer, self.accounts)
         self.turn = turn
+        self._count_leaving(parcels)
         if failure is not None:
             if failed is None or not isinstance(failure, RuntimeError):
                 raise failure
@@ -187,7 +187,8 @@ class Transfers:
         if kind.codec is not None:
             flat = kind.codec.encode(flat)
         if self._workers is not None:
-            self._begin_leaving(parcel)
+            parcel.is_leaving = True
+            self._count_leaving((parcel,))
             self._workers.write(parcel, flat, None, None, self.accounts)
             return
         assert self.host is not None
@@ -200,14 +201,18 @@ class Transfers:
         self.accounts.out_bytes += kind.travel_bytes
         parcel.alias = None
 
-    def _begin_leaving(self, parcel: Parcel) -> None:
-        kind, accounts = parcel.kind, self.accounts
-        parcel.is_leaving = True
-        self._leaving_bytes += kind.size
-        accounts.values += 1
-        accounts.out_bytes += kind.travel_bytes
-        if listeners.present and parcel.alias is not None:
-            self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
+    def _count_leaving(self, parcels: Sequence[Parcel]) -> None:
+        """Of these, those that leave have just begun to."""
+        accounts, is_heard = self.accounts, listeners.present
+        for parcel in parcels:
+            if not parcel.is_leaving:
+                continue
+            kind = parcel.kind
+            self._leaving_bytes += kind.size
+            accounts.values += 1
+            accounts.out_bytes += kind.travel_bytes
+            if is_heard and parcel.alias is not None:
+                self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
 
     def release(self, parcels: Sequence[Parcel]) -> None:
         """Let go of the memory of values that are on their way out; what comes after them waits for the copies."""
