@@ -1,6 +1,7 @@
 """What stands in a module's forward: bindings, copies, lifetimes, and others who replace forward too."""
 
 import copy
+import functools
 import inspect
 import pickle
 import threading
@@ -308,3 +309,27 @@ def test_accelerates_way_of_covering_forward_works() -> None:
     model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
     recollect.remove(model)
     assert model.forward is cast
+
+
+def test_paused_regions_leave_the_modules_and_come_back_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    handle = recollect.apply(model, {"*": Decision.RECOMPUTE})
+    standing = [vars(module)["forward"] for module in model]
+    handle.pause()
+    assert not any("forward" in vars(module) for module in model)
+    handle.resume()
+    assert [vars(module)["forward"] for module in model] == standing
+    handle.remove()
+    assert not any("forward" in vars(module) for module in model)
+
+
+def test_paused_regions_that_somebody_has_covered_pass_calls_on_and_come_back_beneath() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    handle = recollect.apply(model, {"0": Decision.RECOMPUTE})
+    region: Any = model[0].forward
+    model[0].forward = functools.wraps(region)(lambda x: region(x))
+    handle.pause()
+    assert region.is_removed
+    handle.resume()
+    assert not region.is_removed
+    assert model[0].forward is not region

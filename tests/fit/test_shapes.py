@@ -129,3 +129,20 @@ def test_copies_of_the_model_have_no_switch(caplog: pytest.LogCaptureFixture) ->
 def test_micro_batches_are_for_one_batch() -> None:
     with pytest.raises(ValueError, match="lever 'micro_batches' is for one batch, and there are 2: pass the largest"):
         recollect.fit(make(), [batch(8), batch(4)], loss=lose, budget="min", levers={"micro_batches"})
+
+
+def test_regions_of_a_plan_wait_for_their_shapes_and_are_not_made_anew() -> None:
+    model = make()
+    fitted = recollect.fit(model, [batch(512), batch(448)], loss=lose, budget=find_budget(512, 0.55))
+
+    def standing(rows: int) -> list[object]:
+        fitted.forward_backward(batch(rows))
+        return [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+
+    first = [standing(rows) for rows in (448, 512, 1024)]
+    again = [standing(rows) for rows in (448, 512, 1024)]
+    assert all(map(bool, first))
+    for one, other in zip(first, again, strict=True):
+        assert all(left is right for left, right in zip(one, other, strict=True))
+    fitted.remove()
+    assert not find_regions(model)

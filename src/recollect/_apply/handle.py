@@ -96,6 +96,27 @@ class Applied:
             self._entries.pop().take_away()
         self.is_removed = True
 
+    def pause(self) -> None:
+        """Let the model run as it was, until `resume`: what the regions have learned by then is kept."""
+        for entry in reversed(self._entries):
+            entry.take_away()
+
+    def resume(self) -> None:
+        """Put back what `pause` took away.
+
+        >>> import torch, recollect
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        >>> handle = recollect.apply(model, {"0": recollect.Decision.RECOMPUTE})
+        >>> handle.pause()
+        >>> "forward" in vars(model[0])
+        False
+        >>> handle.resume()
+        >>> model[0].forward
+        <forward of '0' as a region of recollect>
+        """
+        for entry in self._entries:
+            entry.put_again()
+
     def __enter__(self) -> Self:
         """Nothing; leaving the block removes what was applied."""
         return self

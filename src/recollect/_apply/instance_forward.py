@@ -32,13 +32,12 @@ class InstanceForward(ABC):
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        table = vars(module)
         self._module = ref(module)
-        self._covered: Callable[..., Any] | None = table.get(_NAME)
+        self._covered: Callable[..., Any] | None = vars(module).get(_NAME)
         self.name = name
         self.is_removed = False
         self._is_static = isinstance(forward_of(type(module)), staticmethod)
-        self._replaced = {key: table[key] for key in self._entries() if key in table}
+        self._replaced = self._find_replaced(module)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +61,18 @@ class InstanceForward(ABC):
         module = self._module()
         if module is not None:
             self._leave(module)
+
+    def put_again(self) -> None:
+        """Undo `take_away`, over whatever stands in the module by now."""
+        module = self._owner()
+        self.is_removed = False
+        if self not in entries_of(module):  # one that somebody has covered is still there
+            self._covered, self._replaced = vars(module).get(_NAME), self._find_replaced(module)
+            self.put()
+
+    def _find_replaced(self, module: nn.Module) -> dict[str, Any]:
+        table = vars(module)
+        return {key: table[key] for key in self._entries() if key in table}
 
     def _leave(self, module: nn.Module) -> dict[str, Any]:
         """Take the entries away; gives those that were still there."""

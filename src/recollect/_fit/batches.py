@@ -124,9 +124,10 @@ def describe(batch: Any) -> str:
 
 def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Call:
     call = Call(function=model, loss=loss)
-    if batch is None:
-        return call
     forward = _forward_of(model)
+    if batch is None:
+        doubt = f"recollect.fit was given no batch for {type(model).__name__}.forward{_signature_of(forward)}: pass one"
+        return replace(call, doubt=doubt)
     if isinstance(batch, Mapping):
         named = all(isinstance(key, str) for key in batch)
         if named and _binds(forward, (), dict(batch)):

@@ -16,6 +16,7 @@ from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
 from recollect._core.units import format_bytes
+from recollect._fit.arguments import check_arguments
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
 from recollect._fit.fitted import Fitted
@@ -93,12 +94,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     >>> model(torch.randn(512, 64)).sum().backward()
     >>> fitted.remove()
     """
-    if not isinstance(model, nn.Module):
-        message = f"recollect.fit expects a torch.nn.Module first, not {type(model).__name__}"
-        raise TypeError(message)
-    if step is not None and loss is not None:
-        message = "recollect.fit: step= runs the whole step, its loss included; give one of step= and loss="
-        raise ValueError(message)
+    check_arguments(model, batch, budget=budget, loss=loss, step=step)
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:
@@ -112,11 +108,8 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     if asked and not ranks.are_alike:
         message = f"levers={set(asked)}: the processes have different models, as stages of a pipeline do; fit without"
         raise ValueError(message)
-    corrected: list[_Corrected] = []
-    for one in batches:
-        if corrected:
-            corrected[-1].applied.remove()
-        subject = Subject(
+    subjects = [
+        Subject(
             model=model,
             batch=one,
             loss=loss,
@@ -127,16 +120,33 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
             progress=progress,
             ranks=ranks,
         )
-        attempt, plan = choose_attempt(subject, asked, budget)
-        corrected.append(_correct(attempt, plan, budget))
+        for one in batches
+    ]
+    corrected: list[_Corrected] = []
+    try:
+        for subject in subjects:
+            if corrected:
+                corrected[-1].applied.pause()
+            attempt, plan = choose_attempt(subject, asked, budget)
+            corrected.append(_correct(attempt, plan, budget))
+        fitted = _finish(model, corrected, budget, recovers=recover)
+    except BaseException:
+        for done in corrected:
+            done.applied.remove()
+        raise
+    _log.info("%s", fitted)
+    return fitted
+
+
+def _finish(model: nn.Module, corrected: list[_Corrected], budget: int | str, *, recovers: bool) -> Fitted:
+    """The handle of what was corrected, of which the last is in force."""
     last = corrected[-1]
     buckets = [Bucket(shapes=frozenset(done.seen.shapes), plan=done.plan) for done in corrected if done.seen.shapes]
     safe = None if budget == FASTEST or not buckets else last.attempt.plan(SMALLEST)
-    switch = PlanSwitch(buckets, safe).start(model, last.applied, last.plan)
+    ready = [(done.plan, done.applied) for done in corrected]
+    switch = PlanSwitch(buckets, safe).start(model, last.plan, ready)
     plans = tuple(done.plan for done in corrected)
-    fitted = Fitted(last.attempt, switch, plans=plans, tries=max(done.tries for done in corrected), recovers=recover)
-    _log.info("%s", fitted)
-    return fitted
+    return Fitted(last.attempt, switch, plans=plans, tries=max(done.tries for done in corrected), recovers=recovers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -86,15 +86,15 @@ class PlanSwitch:
 
     def __init__(self, buckets: Sequence[Bucket] = (), safe: Plan | None = None) -> None:
         self._buckets, self._safe = tuple(buckets), safe
-        self._applied: Applied | None = None
+        self._ready: dict[int, tuple[Plan, Applied]] = {}  # by the id of a plan: its regions; one plan's are in place
         self._current: Plan | None = None
         self._handle: RemovableHandle | None = None
         self._has_told = False
         self.is_removed = False
 
-    def start(self, model: nn.Module, applied: Applied, plan: Plan) -> Self:
-        """Watch a model on which a plan is in force already."""
-        self._applied, self._current = applied, plan
+    def start(self, model: nn.Module, current: Plan, ready: Iterable[tuple[Plan, Applied]]) -> Self:
+        """Watch a model on which one of several plans is in force; the regions of the others wait."""
+        self._ready, self._current = {id(plan): (plan, applied) for plan, applied in ready}, current
         self._handle = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
         return self
 
@@ -103,6 +103,8 @@ class PlanSwitch:
         if is_compiling() or self.is_removed or self._safe is None or not (model.training and torch.is_grad_enabled()):
             return
         asked = shapes_of(args, kwargs)
+        if not asked or self._finds_it_removed():
+            return
         wanted = next((bucket.plan for bucket in self._buckets if bucket.covers(asked)), self._safe)
         if wanted is self._safe and not self._has_told:
             self._has_told = True
@@ -116,14 +118,21 @@ class PlanSwitch:
         self.put(model, wanted)
 
     def put(self, model: nn.Module, plan: Plan) -> None:
-        """Put a plan in force."""
-        if plan is self._current or self._applied is None:
+        """Put a plan in force; the regions of the one before wait, with what they have learned."""
+        if plan is self._current or self._current is None or self._finds_it_removed():
             return
-        if self._applied.was_taken_away:  # by `recollect.remove`: the model is to be plain
+        self._ready[id(self._current)][1].pause()
+        if id(plan) in self._ready:
+            self._ready[id(plan)][1].resume()
+        else:
+            self._ready[id(plan)] = (plan, apply(model, plan))
+        self._current = plan
+
+    def _finds_it_removed(self) -> bool:
+        """Whether `recollect.remove` has taken the regions away: the model is to be plain."""
+        if self._current is not None and self._ready[id(self._current)][1].was_taken_away:
             self.is_removed = True
-            return
-        self._applied.remove()
-        self._applied, self._current = apply(model, plan), plan
+        return self.is_removed
 
     def replace(self, model: nn.Module, old: Plan, new: Plan) -> None:
         """Let a plan have the place of another one, for good."""
@@ -131,6 +140,8 @@ class PlanSwitch:
             Bucket(shapes=bucket.shapes, plan=new if bucket.plan is old else bucket.plan) for bucket in self._buckets
         )
         self.put(model, new)
+        if self._current is not old:
+            self._ready.pop(id(old), None)
 
     @property
     def current(self) -> Plan | None:
@@ -142,8 +153,8 @@ class PlanSwitch:
         self.is_removed = True
         if self._handle is not None:
             self._handle.remove()
-        if self._applied is not None:
-            self._applied.remove()
+        for _, applied in self._ready.values():
+            applied.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanSwitch:
         return PlanSwitch()

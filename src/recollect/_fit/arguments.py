@@ -1,0 +1,87 @@
+"""Arguments of fit that cannot work are refused before anything runs, with what to write instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect._apply.stand_in import stand_in_of
+from recollect._apply.targets import find_targets
+from recollect._core.torch_private.pytree import tree_leaves
+from recollect._plan.budget import parse_budget
+
+_log = logging.getLogger("recollect")
+
+_ANY_DEVICE = 1 << 60  # bytes: a share of a device is read when it is known which
+
+
+def check_arguments(model: object, batch: Any, *, budget: int | str, loss: object, step: object) -> None:
+    """Refuse what cannot work; what may be a mistake goes to the log.
+
+    Raises:
+        TypeError: something is not what it is taken for.
+        ValueError: it has a value that it cannot have.
+    """
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}: pass an instance" if isinstance(model, type) else type(model).__name__
+        message = f"recollect.fit expects a torch.nn.Module first, not {found}"
+        raise TypeError(message)
+    parse_budget(budget, device_bytes=_ANY_DEVICE)
+    for name, given in (("loss", loss), ("step", step)):
+        if given is not None and not callable(given):
+            message = f"{name}={given!r}: expected a function, not {type(given).__name__}"
+            raise TypeError(message)
+    if step is not None and loss is not None:
+        message = "recollect.fit: step= runs the whole step, its loss included; give one of step= and loss="
+        raise ValueError(message)
+    if isinstance(batch, Iterator):
+        message = (
+            f"batch is a {type(batch).__name__}, which recollect.fit would use up: pass one batch, the largest that "
+            "there is, or the DataLoader itself"
+        )
+        raise TypeError(message)
+    name = type(model).__name__
+    _check_regions(model, name)
+    _check_devices(model, name, batch, owns_step=step is None)
+    if not model.training:
+        _log.warning(
+            "recollect.fit: %s is in eval mode, and is fitted so: in train mode dropout and batch norms may take more. "
+            "Call model.train() before",
+            name,
+        )
+
+
+def _check_regions(model: nn.Module, name: str) -> None:
+    region = next((target.name for target in find_targets(model) if stand_in_of(target.module) is not None), None)
+    if region is not None:
+        message = (
+            f"'{region}' of {name} is a region already, by recollect.apply or an earlier fit: a plan is "
+            "made from the plain model.\nCall recollect.remove(model), or remove() of what was returned, and fit again"
+        )
+        raise ValueError(message)
+
+
+def _check_devices(model: nn.Module, name: str, batch: Any, *, owns_step: bool) -> None:
+    """Refuse a model without values, and tensors elsewhere; those on the CPU are sent to where the model is."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if devices == {torch.device("meta")}:
+        message = (
+            f"recollect.fit runs {name}, which is on meta, where tensors have no values: load it first.\n"
+            "To know whether it will fit: recollect.plan(recollect.profile(model, ..., dry=True, device='H100'), "
+            "budget=...)"
+        )
+        raise ValueError(message)
+    if not owns_step or len(devices) != 1:  # of several devices, the model knows which gets what
+        return
+    (here,) = devices
+    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if isinstance(leaf, Tensor) and leaf.device not in (here, torch.device("cpu")):
+            message = (
+                f"batch has a tensor {list(leaf.shape)} on {leaf.device}, and {name} is on {here}: move "
+                f"one of them, as in tensor.to('{here}')"
+            )
+            raise ValueError(message)

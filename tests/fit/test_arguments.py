@@ -1,0 +1,104 @@
+"""fit and arguments that cannot work: refused before anything runs, with what to write instead; interrupts."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+
+pytest.importorskip("scipy")
+
+X = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Counted(nn.Module):
+    """Counts its calls, and may be interrupted in one."""
+
+    def __init__(self, interrupted_at: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+        self.calls, self.interrupted_at = 0, interrupted_at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.interrupted_at:
+            raise KeyboardInterrupt
+        result: Tensor = self.blocks(x)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"budget": 3e9}, TypeError, "budget 3000000000.0: expected bytes as a whole number"),
+        ({"budget": "plenty"}, ValueError, "budget 'plenty': expected bytes"),
+        ({"loss": "mse"}, TypeError, "loss='mse': expected a function, not str"),
+        ({"step": 3}, TypeError, "step=3: expected a function, not int"),
+        ({"step": print, "loss": print}, ValueError, "give one of step= and loss="),
+        ({"batch": (part for part in [X])}, TypeError, "batch is a generator, which recollect.fit would use up: pass"),
+        ({"batch": X.to("meta")}, ValueError, r"batch has a tensor \[256, 16\] on meta, and Counted is on cpu: move"),
+        ({"model": nn.Linear}, TypeError, "a torch.nn.Module first, not the class Linear: pass an instance"),
+        ({"model": nn.Linear(2, 2, device="meta")}, ValueError, "runs Linear, which is on meta, .*: load it first"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(given: dict[str, Any], error: Any, text: str) -> None:
+    model = Counted()
+    options: dict[str, Any] = {"model": model, "batch": X, "budget": "1GiB"} | given
+    with pytest.raises(error, match=text):
+        recollect.fit(options.pop("model"), **options)
+    assert model.calls == 0
+
+
+def test_a_model_with_regions_is_refused_by_the_name_of_one() -> None:
+    model = Counted()
+    fitted = recollect.fit(model, X, budget="min")
+    with pytest.raises(ValueError, match=r"'blocks.0' of Counted is a region already, by recollect.apply or"):
+        recollect.fit(model, X, budget="min")
+    fitted.remove()
+    recollect.fit(model, X, budget="min").remove()
+
+
+def test_without_a_batch_the_error_says_so() -> None:
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        recollect.fit(Counted(), budget="min")
+    assert "recollect.fit was given no batch for Counted.forward(x): pass one" in caught.value.__notes__
+
+
+def test_a_model_in_eval_mode_is_fitted_and_the_log_says_that_training_may_take_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "recollect"):
+        recollect.fit(Counted().eval(), X, budget="min").remove()
+    assert "Counted is in eval mode, and is fitted so" in caplog.text
+
+
+@pytest.mark.parametrize("call", [1, 2, 4, 5, 6, 8])
+def test_an_interrupt_leaves_everything_as_it_was(call: int) -> None:
+    model = Counted(call)
+    values, generator = [one.clone() for one in model.parameters()], torch.get_rng_state()
+    entries = [sorted(vars(module)) for module in model.modules()]
+    with pytest.raises(KeyboardInterrupt):
+        recollect.fit(model, X, budget="min")
+    assert model.calls == call
+    assert all(map(torch.equal, values, model.parameters()))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(one.grad is None for one in model.parameters())
+    assert entries == [sorted(vars(module)) for module in model.modules()]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_interrupt_after_the_last_run_leaves_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recollect._fit.shapes import PlanSwitch
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlanSwitch, "start", interrupt)
+    model = Counted()
+    with pytest.raises(KeyboardInterrupt):
+        recollect.fit(model, X, budget="min")
+    assert not any("forward" in vars(module) for module in model.modules())
