@@ -1,6 +1,6 @@
 """Fine-tune a language model with TRL's SFTTrainer and LoRA, within a budget of memory.
 
-    pip install "recollect[plan,transformers]" trl peft
+    pip install "recollect[plan,trl]"
     python examples/fine_tune.py                     the smallest peak that a plan can reach
     python examples/fine_tune.py --budget 200MiB     as quick as that budget allows
 
@@ -20,7 +20,7 @@ try:
     from datasets import Dataset
     from peft import LoraConfig
 except ImportError as error:
-    message = f"this example needs trl and peft, which cannot be imported ({error}): pip install trl peft"
+    message = f'this example needs trl and peft, which cannot be imported ({error}): pip install "recollect[trl]"'
     raise SystemExit(message) from error
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback

@@ -113,7 +113,14 @@ def test_a_library_that_is_missing_comes_with_its_extra(monkeypatch: pytest.Monk
     monkeypatch.setattr(checks, "_version_of", lambda name: None)
     advice = {check.name: check.advice for check in checks.check_extras()}
     assert advice["matplotlib"] == 'pip install "recollect[plot]", for plots'
-    assert set(advice) == {"rich", "typer", "matplotlib"}
+    assert advice["scipy"] == 'pip install "recollect[plan]", for budgets'
+    assert set(advice) == {"rich", "typer", "matplotlib", "scipy", "trainers"}
+
+
+def test_trainers_are_told_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_version_of", lambda name: "5.22.2" if name == "transformers" else None)
+    found = {check.name: check for check in checks.check_extras()}
+    assert (found["trainers"].state, found["trainers"].found) == (State.OK, "transformers 5.22.2")
 
 
 def test_memory_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_every_example_is_on_the_page_of_examples() -> None:
+    listed = re.findall(r"^\| `(\S+)` \|", (DOCS / "examples.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(
+        path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")
+    )
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     toc = "\n".join(path.read_text("utf-8") for path in (DOCS / "index.md", DOCS / "api/index.md"))
     names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES[1:]} - {"index", "api/index"}

@@ -262,13 +262,25 @@ def check_distributed() -> Iterator[Check]:
     yield Check(name="distributed", state=State.OK, found=", ".join(name for name, there in ways.items() if there))
 
 
+_EXTRAS = (
+    ("scipy", "plan", "budgets"),
+    ("rich", "report", "text"),
+    ("typer", "cli", "commands"),
+    ("matplotlib", "plot", "plots"),
+)
+_TRAINERS = ("transformers", "accelerate", "lightning", "peft", "trl")
+
+
 def check_extras() -> Iterator[Check]:
     """The libraries that some functions need, and the extra that installs each."""
-    for name, extra, use in (("rich", "report", "text"), ("typer", "cli", "commands"), ("matplotlib", "plot", "plots")):
+    for name, extra, use in _EXTRAS:
         version = _version_of(name)
         advice = "" if version else f'pip install "recollect[{extra}]", for {use}'
         state = State.OK if version else State.ABSENT
         yield Check(name=name, state=state, found=version or "not installed", advice=advice)
+    trainers = [f"{name} {version}" for name in _TRAINERS if (version := _version_of(name))]
+    state = State.OK if trainers else State.ABSENT
+    yield Check(name="trainers", state=state, found=", ".join(trainers) or "none installed")
 
 
 def _version_of(distribution: str) -> str | None:
