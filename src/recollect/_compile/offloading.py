@@ -4,17 +4,21 @@ torch's partitioners end with a pass that copies marked values to pinned host me
 waits in forward and begins the copies back ahead of their use. It runs only where its switch is on. Nothing else reads
 the switch, and without marks the pass does nothing; so it is turned on when the first mark is made, for good.
 
-Private names: the configuration of ``torch._functorch``, and ``node.meta["should_offload"]``.
+Private names: the configuration of ``torch._functorch``, ``node.meta["should_offload"]``, and the operator
+``streams::record_stream`` with its fake.
 Would be replaced by: a public way to say which saved values of a graph are to be offloaded.
 Run on: torch 2.11, 2.13.
 """
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 from torch.fx import Node
 
 MARK = "should_offload"
+_RECORD_STREAM_TAKES = 2  # a tensor, and the number of a stream
 INPUTS = "inputs"
 """What a call of a region says whose inputs go to the host. Of one that offloads nothing it is nothing, and of one that
 sends to where graphs cannot, it says where that is."""
@@ -30,10 +34,23 @@ def mark_offloaded(node: Node) -> None:
     node.meta[MARK] = True
     if config.enable_activation_offloading or not torch.accelerator.is_available():
         return
+    _mend_record_stream()
     config.enable_activation_offloading = True
     config.activation_offload_separate_stream = True
     config.activation_offload_sink_wait = True
     config.activation_reload_prefetch = True
+
+
+def _mend_record_stream() -> None:
+    """In torch 2.11 the fake of an operator that the pass inserts asks for the arguments of another: it never runs."""
+    from torch._dynamo.variables import streams
+
+    record = streams.record_stream
+    if record._abstract_fn is None or len(signature(record._abstract_fn).parameters) != _RECORD_STREAM_TAKES:
+
+        @record.register_fake
+        def _(tensor: torch.Tensor, stream_index: int) -> None:
+            del tensor, stream_index
 
 
 def refuse_tier(region: str, sends: str) -> str:

@@ -46,6 +46,11 @@ class Policy(ABC):
         return True
 
     @property
+    def replays(self) -> bool | None:
+        """Whether what is recomputed is replayed, call by call, where that can be; None: where it looks quicker."""
+        return None
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Its rules in words, as verdicts name them: those that match nothing in a step are warned about."""
         return ()

@@ -9,6 +9,8 @@ from recollect._core.patterns import compile_pattern
 from recollect._core.plans import Plan
 from recollect._policy.base import Policy, Verdict
 
+_REPLAY = "replay"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ByPlan(Policy):
@@ -16,6 +18,12 @@ class ByPlan(Policy):
 
     plan: Plan
     words: str
+    way: str | None = None
+
+    @property
+    def replays(self) -> bool | None:
+        """As the plan says, which counted on it."""
+        return None if self.way is None else self.way == _REPLAY
 
     def judge(self, site: Site) -> Verdict | None:
         """By the first choice that is for the site."""
@@ -30,7 +38,8 @@ def follow_plan(plan: Plan, region: str) -> ByPlan:
     """What a plan says of one region; regions of which it says the same share a policy that is equal."""
     mine = [choice for choice in plan.choices if choice.region is None or _is_for(choice.region, region)]
     own = Plan(choices=tuple(replace(choice, region=None) if not choice.is_exact else choice for choice in mine))
-    return ByPlan(own, own.digest[:12])
+    way = next((planned.way for planned in plan.regions if planned.path == region), None)
+    return ByPlan(own, own.digest[:12], way)
 
 
 def _is_for(pattern: str, region: str) -> bool:

@@ -55,6 +55,7 @@ class Knowledge:
         self.given = policy
         self.policy = policy.within(region)
         self.sees_names, self.keeps_defaults = self.policy.sees_names, self.policy.keeps_defaults
+        self.replays = self.policy.replays
         self.region = region
         self.talks_at_times = False
         self._roots = [ref(root) for root in roots]

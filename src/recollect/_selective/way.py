@@ -190,6 +190,9 @@ class SelectiveWay(Rerun):
         decisions = self._decisions
         if not decisions.may_record or (not decisions.is_learned and self._knowledge.holds_compiled()):
             return False
+        if self._knowledge.replays is False:
+            decisions.may_record, decisions.why_no_program = False, "the plan has it so"
+            return False
         if not decisions.is_learned and self._knowledge.runs_units(frame.fn):
             decisions.may_record, decisions.why_no_program = (
                 False,
@@ -342,7 +345,12 @@ class SelectiveWay(Rerun):
     def _is_bound_by_host(self, recording: Recording) -> bool:
         """Whether an accelerator would wait for the host, which a replay keeps busier than running again does."""
         decisions = self._decisions
-        if decisions.ops is None or not recording.saved or recording.saved[0][0].device.type in ("cpu", "meta"):
+        if (
+            self._knowledge.replays
+            or decisions.ops is None
+            or not recording.saved
+            or recording.saved[0][0].device.type in ("cpu", "meta")
+        ):
             return False
         return is_bound_by_host(
             flops=sum(line.sites[0].flops for line in decisions.lines if line.sites),
