@@ -6,7 +6,7 @@ from torch import nn
 
 import recollect
 from recollect import Choice, Decision, Plan
-from recollect._core.plans import PlannedRegion
+from recollect._core.forecasts import PlannedRegion
 
 PRODUCTS = Choice(decision=Decision.SAVE, op="aten.addmm.default")
 REST = Choice(decision=Decision.RECOMPUTE)
