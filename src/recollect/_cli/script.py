@@ -25,6 +25,7 @@ from recollect._core.profiles import Profile
 from recollect._inspect.step import StepProfiler
 
 _LOOK_AGAIN_S = 0.05
+_STOPPED_S = 5.0  # within which a thread that is stopped has ended
 
 
 class _StepTakenError(BaseException):
@@ -60,6 +61,7 @@ def profile_script(path: Path, args: Sequence[str], *, step: int = 2, progress: 
                 raise
         while watch.profile is None and (running := list_threads()):  # as Python waits for them
             running[0].join(_LOOK_AGAIN_S)
+        watch.wait_for_end()
     if watch.profile is None:
         fail(_explain_end(path, watch.seen.steps, step), code=FAILED)
     return watch.profile
@@ -114,6 +116,15 @@ class _StepWatch:
                 if self._profiler is not None and self._thread == threading.get_ident():
                     unfinished = _StepTakenError()
                     self._profiler.__exit__(type(unfinished), unfinished, None)
+
+    def wait_for_end(self) -> None:
+        """Let the thread of the training end where it is another: what stops it is shown by whoever shows errors then.
+
+        It need not end: it may catch what stops it.
+        """
+        for one in threading.enumerate():
+            if one.ident == self._thread and one is not threading.current_thread():
+                one.join(_STOPPED_S)
 
     def _before_module(self, _: nn.Module, inputs: Any) -> None:
         is_training = self._thread in (0, threading.get_ident())
