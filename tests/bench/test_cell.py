@@ -121,6 +121,14 @@ def test_the_largest_batch_of_ours_is_at_least_that_of_the_plain_step(monkeypatc
         assert peak <= budget
 
 
+@pytest.mark.usefixtures("tiny")
+def test_the_largest_leaves_out_what_is_known_and_stops_when_the_time_is_up() -> None:
+    asked = replace(REQUEST, cell=replace(CELL, mode="largest batch"), budget_bytes=2**20, limit_s=0.0)
+    first = measure(replace(asked, known=("recollect",)))
+    assert [one.contender for one in first.reaches] == ["plain"]
+    assert first.is_partial
+
+
 def test_packages_of_rivals_take_part_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, models = [], []
 

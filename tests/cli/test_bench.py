@@ -80,6 +80,27 @@ def test_a_page_is_made_of_what_was_measured(invoke: Invoke, asked: list[Any], f
     assert "not measured yet" in (folder / "page.md").read_text("utf-8")
 
 
+def test_the_largest_goes_on_with_the_contenders_that_are_missing(
+    invoke: Invoke, asked: list[Any], folder: Path
+) -> None:
+    options = ("bench", "Llama", "--device", "cpu", "--size", "small", "--largest", "length", "--budget", "40GiB")
+    invoke(*options)
+    (whole,) = Results.read(folder / "bench.json").measured
+    part = replace(whole, reaches=whole.reaches[:1], is_partial=True)
+    (folder / "bench.json").write_text(Results(measured=(part,)).to_json(), "utf-8")
+    invoke(*options, "--limit", "100")
+    assert asked[1][1]["known"] == ["recollect"]
+    assert 0 < asked[1][1]["limit_s"] <= 100
+    assert Results.read(folder / "bench.json").measured[-1].reaches == (whole.reaches[0], *whole.reaches)
+
+
+def test_another_budget_is_another_measurement(invoke: Invoke, asked: list[Any]) -> None:
+    options = ("bench", "Llama", "--device", "cpu", "--size", "small", "--largest", "length", "--budget")
+    invoke(*options, "40GiB")
+    invoke(*options, "20GiB")
+    assert [how["budget_bytes"] for _, how in asked] == [40 * 2**30, 20 * 2**30]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,6 +19,9 @@ import recollect
 import recollect.compat
 from tests.distributed.launch import Ranks
 
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from recollect.integrations.transformers import enable
 from tests.integrations.small_models import batch, build
 
+pytest.importorskip("peft")
+
 # What these packages warn about is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from recollect._bench.alternate import alternate
-from recollect._bench.cases import SCALES, Case
+from recollect._bench.cases import SCALES, Case, Scale
 from recollect._bench.contenders import PLAIN, Contender, list_contenders
-from recollect._bench.reach import find_reaches
-from recollect._bench.results import Cell, Figure, Measured, Results
+from recollect._bench.reach import list_searches
+from recollect._bench.results import Cell, Figure, Measured, Reach, Results
 from recollect._core.errors import BudgetError
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
@@ -51,6 +51,8 @@ class Request:
         repeats: steps of a turn.
         is_quick: whether a look is enough.
         budget_bytes: within which the largest is looked for.
+        known: contenders whose largest is known already.
+        limit_s: after how long no other contender's largest is looked for; None for no limit.
     """
 
     cell: Cell
@@ -59,6 +61,8 @@ class Request:
     repeats: int
     is_quick: bool = False
     budget_bytes: int = 0
+    known: tuple[str, ...] = ()
+    limit_s: float | None = None
 
 
 class Arena:
@@ -133,9 +137,7 @@ def measure(request: Request) -> Measured:
     shape = f"{scale.text}, batch {scale.batch}, {'length' if 'length' in scale.grows else 'side'} {scale.length}"
     common = Measured(cell=request.cell, shape=shape, is_quick=request.is_quick)
     if request.cell.mode.startswith("largest "):
-        unknown = request.cell.mode.removeprefix("largest ")
-        found = find_reaches(scale, unknown, request.device, request.budget_bytes)
-        return replace(common, budget_bytes=request.budget_bytes, reaches=tuple(found))
+        return _measure_largest(request, scale, common)
     arena = Arena(scale.case(), request.device)
     seen = arena.take_profile()
     plans = _make_plans(seen, QUICK_SHARES if request.is_quick else SHARES)
@@ -143,6 +145,21 @@ def measure(request: Request) -> Measured:
     with allow_compilations(_MOST_COMPILATIONS):
         figures = _measure_all(arena, contenders, request)
     return replace(common, held_bytes=seen.timeline.held_bytes, figures=tuple(figures))
+
+
+def _measure_largest(request: Request, scale: Scale, common: Measured) -> Measured:
+    unknown = request.cell.mode.removeprefix("largest ")
+    started = time.monotonic()
+    found: list[Reach] = []
+    is_partial = False
+    for contender, search in list_searches(scale, unknown, request.device, request.budget_bytes):
+        if contender in request.known:
+            continue
+        if request.limit_s is not None and found and time.monotonic() - started > request.limit_s:
+            is_partial = True
+            break
+        found.append(search())
+    return replace(common, budget_bytes=request.budget_bytes, reaches=tuple(found), is_partial=is_partial)
 
 
 def _make_plans(seen: Profile, shares: tuple[int, ...]) -> dict[str, Plan | str]:
@@ -249,7 +266,7 @@ def main(arguments: list[str]) -> None:
     """Measure what a request, as JSON, asks for, and write it to a file."""
     asked, out = arguments
     said = json.loads(asked)
-    request = Request(**{**said, "cell": Cell(**said["cell"])})
+    request = Request(**{**said, "cell": Cell(**said["cell"]), "known": tuple(said.get("known", ()))})
     if torch.device(request.device).type == "cpu":
         torch.set_num_threads(1)  # the tensors are small: a second thread mostly waits
     Path(out).write_text(Results(measured=(measure(request),)).to_json(), "utf-8")

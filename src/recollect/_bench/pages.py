@@ -171,6 +171,8 @@ def write_largest(results: Results, device: str) -> Iterator[str]:
                 yield ""
                 yield f"| way | {unknown} | peak | step | {unknown} per second |"
                 yield "|---|--:|--:|--:|--:|"
+                if one.is_partial:
+                    yield "| more contenders | not measured yet | | | |"
                 for row in one.reaches:
                     if row.failed or not row.value:
                         yield f"| {row.contender} | {row.failed or 'none fits'} | | | |"

@@ -6,6 +6,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ _SKIPPED = ("torch reentrant", "torch every 2nd block", "xformers' planner 0.7",
 """Each has a sibling that takes less memory."""
 
 
-def find_reaches(scale: Scale, unknown: str, device: str, budget_bytes: int) -> Iterator[Reach]:
-    """The largest batch or length for each contender.
+def list_searches(
+    scale: Scale, unknown: str, device: str, budget_bytes: int
+) -> Iterator[tuple[str, Callable[[], Reach]]]:
+    """Each contender's name, and a function that looks for its largest batch or length.
 
     Args:
         scale: the model, and where to start.
@@ -35,34 +38,33 @@ def find_reaches(scale: Scale, unknown: str, device: str, budget_bytes: int) -> 
         device: where to run.
         budget_bytes: the most that a step may take of the device, over everything.
     """
-    multiple_of = 1 if unknown == "batch" else 64 if device == "cpu" else 512
-    start = getattr(scale, unknown)
     for one in (Contender(name=OURS, family=OURS), *list_contenders({}, torch.device(device), is_compiled=False)):
-        if one.name in _SKIPPED:
-            continue
-        if one.absent:
-            yield Reach(contender=one.name, family=one.family, failed=one.absent)
-            continue
-        taken: dict[int, tuple[int, float]] = {}
+        if one.name not in _SKIPPED:
+            yield one.name, functools.partial(_search, one, scale, unknown, device, budget_bytes)
 
-        def excess(count: int, contender: Contender = one, taken: dict[int, tuple[int, float]] = taken) -> int:
-            case = scale.case(**{unknown: count * multiple_of})
-            found = _Trial(case, device, contender, budget_bytes).run()
-            if isinstance(found, int):
-                return found
-            taken[count] = found
-            return found[0] - budget_bytes
 
-        try:
-            count = search_largest(excess, start=max(1, start // multiple_of))
-        except Exception as error:  # whatever a rival raises
-            message = str(error).partition("\n")[0][:120]
-            yield Reach(contender=one.name, family=one.family, failed=f"{type(error).__name__}: {message}")
-            continue
-        peak_bytes, step_s = taken.get(count, (None, None))
-        yield Reach(
-            contender=one.name, family=one.family, value=count * multiple_of, peak_bytes=peak_bytes, step_s=step_s
-        )
+def _search(one: Contender, scale: Scale, unknown: str, device: str, budget_bytes: int) -> Reach:
+    reach = Reach(contender=one.name, family=one.family)
+    if one.absent:
+        return replace(reach, failed=one.absent)
+    multiple_of = 1 if unknown == "batch" else 64 if device == "cpu" else 512
+    taken: dict[int, tuple[int, float]] = {}
+
+    def excess(count: int) -> int:
+        case = scale.case(**{unknown: count * multiple_of})
+        found = _Trial(case, device, one, budget_bytes).run()
+        if isinstance(found, int):
+            return found
+        taken[count] = found
+        return found[0] - budget_bytes
+
+    try:
+        count = search_largest(excess, start=max(1, getattr(scale, unknown) // multiple_of))
+    except Exception as error:  # whatever a rival raises
+        message = str(error).partition("\n")[0][:120]
+        return replace(reach, failed=f"{type(error).__name__}: {message}")
+    peak_bytes, step_s = taken.get(count, (None, None))
+    return replace(reach, value=count * multiple_of, peak_bytes=peak_bytes, step_s=step_s)
 
 
 class _Trial:

@@ -104,6 +104,7 @@ class Measured:
         figures: of the contenders.
         budget_bytes: within which the largest was looked for.
         reaches: how large it may be.
+        is_partial: whether contenders are still missing because the time was up.
     """
 
     cell: Cell
@@ -113,6 +114,7 @@ class Measured:
     figures: tuple[Figure, ...] = ()
     budget_bytes: int = 0
     reaches: tuple[Reach, ...] = ()
+    is_partial: bool = False
 
     @property
     def plain(self) -> Figure | None:
@@ -156,10 +158,11 @@ class Results:
         """These, and one more at the end."""
         return replace(self, measured=(*self.measured, one))
 
-    def find(self, cell: Cell, *, is_quick: bool | None = None) -> Measured | None:
+    def find(self, cell: Cell, *, is_quick: bool | None = None, budget_bytes: int = 0) -> Measured | None:
         """The last measurement of a cell; None if it is missing. A look does not stand for a measurement."""
         for one in reversed(self.measured):
-            if one.cell == cell and (is_quick is None or one.is_quick <= is_quick):
+            is_asked = one.cell == cell and one.budget_bytes == budget_bytes
+            if is_asked and (is_quick is None or one.is_quick <= is_quick):
                 return one
         return None
 

@@ -65,10 +65,10 @@ def _make_selective_contexts() -> Any:
 
 
 def find_package(name: str) -> ModuleType | None:
-    """A package of a rival; None if it is not installed."""
+    """A package of a rival; None if it is not installed, or does not load here."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, OSError, RuntimeError):
         return None
 
 

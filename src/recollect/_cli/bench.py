@@ -1,6 +1,7 @@
 """`recollect bench`: measures recollect beside what people use instead, and appends what it found to a file."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +41,12 @@ def bench(
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps of a turn.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, eager, few steps: a look.")] = False,
     limit: Annotated[
-        float | None, typer.Option("--limit", metavar="SECONDS", help="Begin no further measurement after that.")
+        float | None,
+        typer.Option(
+            "--limit",
+            metavar="SECONDS",
+            help="Begin no further measurement after that; of the largest, no further contender.",
+        ),
     ] = None,
     results: Annotated[
         Path, typer.Option("--results", metavar="FILE", help="File to which measurements are appended.")
@@ -112,22 +118,27 @@ def _measure(
     has_failed = False
     for number, cell in enumerate(cells, 1):
         what = f"{cell.model}, {cell.size}, {cell.mode}"
-        found = None if again else known.find(cell, is_quick=bool(how["is_quick"]))
-        if found is not None:
+        found = None if again else known.find(cell, is_quick=bool(how["is_quick"]), budget_bytes=how["budget_bytes"])
+        if found is not None and not found.is_partial:
             print_measured(found)
             continue
-        if limit is not None and time.monotonic() - started > limit:
+        left = None if limit is None else limit - (time.monotonic() - started)
+        if left is not None and left <= 0:
             say(f"{what}: left out, the time is up")
             continue
+        earlier = found.reaches if found is not None else ()
         with show_progress(f"{what} ({number} of {len(cells)})", quiet=quiet):
             try:
-                measured = run_cell(cell, **how)
+                measured = run_cell(cell, known=[one.contender for one in earlier], limit_s=left, **how)
             except CellFailedError as error:
                 say(f"{what}: failed: {error}")
                 has_failed = True
                 continue
+            measured = replace(measured, reaches=(*earlier, *measured.reaches))
             append(path, measured)
         print_measured(measured)
+        if measured.is_partial:
+            say(f"{what}: the time is up before all contenders; run it again to go on")
     if not quiet:
         say(f"measurements are in {path}; to make tables and plots of them: recollect bench --page FILE")
     if has_failed:
