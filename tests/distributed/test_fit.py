@@ -2,19 +2,24 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
+from recollect._apply import levers
 from recollect._core.calls import Category
 from recollect._core.levers import PlannedLever
 from recollect._fit.ranks import Ranks as Peers
+from recollect._levers.chunked_forward import call_in_chunks
 from tests.distributed.launch import Ranks
 
 WIDTH = 16
@@ -112,41 +117,98 @@ def classify(logits: Tensor) -> Tensor:
     return cross_entropy(logits, torch.arange(256) % 512)
 
 
-def use_levers(engine: str) -> list[str]:
-    """Levers are used where parameters are whole; where they are sharded, nothing is, even by a plan made by hand."""
-    torch.manual_seed(0)
-    whole, x = Headed(), batch()
-    twin = copy.deepcopy(whole)
-    model: Any = DistributedDataParallel(twin) if engine == "ddp" else fully_shard(twin)
-    classify(whole(x)).backward()
-    expected = []
+class Losing(Headed):
+    """Gives its loss, as models of Transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return classify(self.head(self.body(x)))
+
+
+def average(whole: nn.Module, lose: Any, x: Tensor) -> list[Tensor]:
+    """The gradients that all ranks together would have."""
+    lose(whole(x)).backward()
+    found = []
     for parameter in whole.parameters():
         assert parameter.grad is not None
         distributed.all_reduce(parameter.grad)
-        expected.append(parameter.grad / distributed.get_world_size())
-    levers = {"chunked_loss"}
-    seen = recollect.profile(model, x, loss=classify)
-    smallest = [recollect.plan(seen, budget="min").peak_bytes]
-    distributed.broadcast_object_list(smallest)
-    used = []
-    if engine == "ddp":
-        fitted = recollect.fit(model, x, loss=classify, budget=int(smallest[0] * 0.9), levers=levers)
-        used = [lever.name for lever in fitted.plan.levers]
-    else:
-        lever = PlannedLever(name="chunked_loss", paths=("head",))
-        with pytest.raises(ValueError, match="cannot be used on 'head': its parameters are spread over processes"):
-            recollect.apply(model, recollect.Plan(levers=(lever,)))
+        found.append(parameter.grad / distributed.get_world_size())
+    return found
+
+
+def check_gradients(model: nn.Module, lose: Any, x: Tensor, expected: list[Tensor]) -> None:
     model.zero_grad()
-    classify(model(x)).backward()
+    lose(model(x)).backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         found: Any = parameter.grad
         torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, grad)
-    return used
+    model.zero_grad()
 
 
-def test_levers_are_used_where_parameters_are_whole(ranks: Ranks) -> None:
-    assert ranks.run(use_levers, "ddp") == [["chunked_loss"], ["chunked_loss"]]
-    assert ranks.run(use_levers, "fsdp2") == [[], []]
+def use_loss_lever(engine: str) -> list[str]:
+    torch.manual_seed(0)
+    whole, x = Losing(), batch()
+    model: Any = copy.deepcopy(whole)
+    model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    expected = average(whole, torch.sum, x)
+    seen = recollect.profile(model, x)
+    smallest = [recollect.plan(seen, budget="min").peak_bytes]
+    distributed.broadcast_object_list(smallest)
+    with recollect.fit(model, x, budget=int(smallest[0] * 0.9), levers={"chunked_loss"}) as fitted:
+        check_gradients(model, torch.sum, x, expected)
+        return [lever.name for lever in fitted.plan.levers]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_the_loss_is_chunked_on_all_ranks(ranks: Ranks, engine: str) -> None:
+    assert ranks.run(use_loss_lever, engine) == [["chunked_loss"], ["chunked_loss"]]
+
+
+def chunk_blocks() -> int:
+    """FSDP2 gathers whole blocks, parts of which run in chunks."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), make("none", depth=1)) for _ in range(3)))
+    x = batch()
+    model: Any = copy.deepcopy(whole)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    expected = average(whole, lose, x)
+    with recollect.fit(model, x, loss=lose, budget="min", levers={"chunked_mlp": "*.1"}) as fitted:
+        with mock.patch.object(levers, "call_in_chunks", wraps=call_in_chunks) as chunked:
+            check_gradients(model, lose, x, expected)
+        assert chunked.call_count >= 3
+        (lever,) = fitted.plan.levers
+        return len(lever.paths)
+
+
+def test_parts_of_sharded_blocks_run_in_chunks(ranks: Ranks) -> None:
+    assert ranks.run(chunk_blocks) == [3, 3]
+
+
+def use_levers_where_they_cannot() -> None:
+    """Logits that leave a sharded model are computed there; a head that is gathered by itself is refused."""
+    torch.manual_seed(0)
+    whole, x = Headed(), batch()
+    expected = average(whole, classify, x)
+    lever = recollect.Plan(levers=(PlannedLever(name="chunked_loss", paths=("head",)),))
+    model: Any = fully_shard(copy.deepcopy(whole))
+    with recollect.apply(model, lever):
+        assert isinstance(model(x), Tensor)
+        check_gradients(model, classify, x, expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+    apart: Any = copy.deepcopy(whole)
+    fully_shard(apart.head)
+    with pytest.raises(ValueError, match="cannot be used on 'head': FSDP gathers its parameters by themselves"):
+        recollect.apply(fully_shard(apart), lever)
+    split = parallelize_module(
+        copy.deepcopy(whole), init_device_mesh("cpu", (2,)), {"head": ColwiseParallel(output_layouts=Replicate())}
+    )
+    with pytest.raises(ValueError, match="on 'head': its parameters are spread over processes while it runs, by tens"):
+        recollect.apply(split, lever)
+
+
+def test_levers_that_sharded_parameters_do_not_let_work_are_refused_or_computed_whole(ranks: Ranks) -> None:
+    ranks.run(use_levers_where_they_cannot)
 
 
 def refuse() -> None:

@@ -20,7 +20,7 @@ from recollect._fit.arguments import check_arguments
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
 from recollect._fit.fitted import Fitted
-from recollect._fit.levers import read_levers
+from recollect._fit.levers import read_levers, refuse_compiled
 from recollect._fit.loaders import list_batches
 from recollect._fit.ranks import Ranks
 from recollect._fit.shapes import Bucket, PlanSwitch, Seen
@@ -96,6 +96,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     """
     check_arguments(model, batch, budget=budget, loss=loss, step=step)
     asked = read_levers(levers, owns_step=step is None)
+    refuse_compiled(model, asked)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:
         message = f"lever {MICRO_BATCHES!r} is for one batch, and there are {len(batches)}: pass the largest"
@@ -170,7 +171,7 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
     limit, ranks = plan.forecast.budget_bytes, attempt.subject.ranks
     wanted: int | str = budget
     seen, tried = Seen(), set[str]()
-    compare_gradients(attempt)
+    ranks.together(lambda: compare_gradients(attempt))
     for tries in range(1, _MOST_TRIES + 1):
         ranks.check_same("plan", plan.digest)
         applied = apply(attempt.subject.model, plan)

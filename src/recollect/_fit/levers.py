@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
 from recollect._apply.levers import why_not
-from recollect._apply.targets import by_name, describe_unmatched, find_targets
+from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
 from recollect._core.calls import Phase
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, LEVERS, MICRO_BATCHES, PlannedLever
 from recollect._core.patterns import compile_pattern
 from recollect._core.profiles import Profile
+from recollect._core.sharded import is_sharded
 from recollect._inspect.surroundings import list_generators
 from recollect._levers.chunked_forward import TOKENS, call_in_chunks
 from recollect._recompute.rng import put_back
@@ -188,6 +190,8 @@ def _compare(module: nn.Module, given: tuple[torch.Size, torch.dtype, torch.devi
     if given is None:
         return "it is called with more than one tensor"
     shape, dtype, device = given
+    if any(map(is_sharded, module.parameters())):
+        module = _make_twin(module)
     if not dtype.is_floating_point:
         return f"its input is {dtype}"
     rows = [min(size, _TRIED_ROWS) for size in shape[:TOKENS]]
@@ -215,3 +219,35 @@ def _compare(module: nn.Module, given: tuple[torch.Size, torch.dtype, torch.devi
     scale = whole.abs().max().item() or 1.0
     off = (whole - parts).abs().max().item() / scale
     return "" if off <= close else f"its result differs by {off:.1g} where it runs on some tokens at a time"
+
+
+def _make_twin(module: nn.Module) -> nn.Module:
+    """A copy with whole parameters of any values, which needs no other process to run."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+        whole = torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device) * scale
+        memo[id(parameter)] = nn.Parameter(whole)
+    return copy.deepcopy(module, memo)
+
+
+def refuse_compiled(model: nn.Module, asked: Asked) -> None:
+    """Refuse levers for a model that is compiled already: modules inside of compiled code cannot be seen.
+
+    Raises:
+        ValueError: it is.
+    """
+    compiled = [target.name for target in find_targets(model) if _is_compiled(target)]
+    for name in asked:
+        if name == MICRO_BATCHES or not compiled or (name == CHUNKED_LOSS and "" not in compiled):
+            continue
+        where = f"'{compiled[0]}' of the model" if compiled[0] else "the model"
+        message = (
+            f"lever {name!r}: {where} is compiled, and modules inside of compiled code cannot be seen. Fit the model "
+            "first, then compile it"
+        )
+        raise ValueError(message)
+
+
+def _is_compiled(target: Target) -> bool:
+    return target.is_compiled or vars(target.chain[-1]).get("_compiled_call_impl") is not None

@@ -7,12 +7,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recollect._apply.targets import by_name, find_targets
 from recollect._core.profiles import Profile
+from recollect._core.sharded import is_sharded
 from recollect._fit.batches import Call
 from recollect._inspect.profile import profile_step
 
@@ -68,14 +70,19 @@ class Runner:
         return peak, seen.step_s
 
     def measure_gradients(self) -> dict[str, float] | None:
-        """How large the gradients of the parameters are in a step as it is now; None if memory ran out."""
+        """How large the gradients are in a step as it is now, of what this process has; None if memory ran out."""
         norms: dict[str, Tensor] = {}
 
-        def note(name: str) -> Callable[[Tensor], None]:
-            return lambda grad: norms.update({name: grad.detach().float().norm()})
+        def note(name: str, grad: Any) -> None:
+            norms[name] = (grad.to_local() if is_sharded(grad) else grad).detach().float().norm()
+
+        def watch(name: str, parameter: Any) -> Any:
+            if is_sharded(parameter):  # FSDP sets its gradient when it is reduced: autograd has none for it
+                return parameter.register_post_accumulate_grad_hook(lambda one: note(name, one.grad))
+            return parameter.register_hook(lambda grad: note(name, grad))
 
         trained = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
-        handles = [parameter.register_hook(note(name)) for name, parameter in trained]
+        handles = [watch(name, parameter) for name, parameter in trained]
         try:
             self._profile(is_timed=False)
         except torch.OutOfMemoryError:

@@ -11,7 +11,6 @@ from torch import nn
 from recollect._apply.model import apply
 from recollect._core.levers import CHUNKED_MLP, MICRO_BATCHES
 from recollect._core.plans import Plan
-from recollect._core.sharded import is_sharded
 from recollect._fit.attempts import Attempt
 
 _log = logging.getLogger("recollect")
@@ -25,8 +24,8 @@ _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 def compare_gradients(attempt: Attempt) -> None:
     """Run the step with the levers and without, and compare how large the gradients are.
 
-    Not done where there is no room for the plain step, where parameters are spread over processes, and where chunks
-    draw other random numbers; the log says so.
+    Not done where there is no room for the plain step, and where chunks draw other random numbers; the log says so.
+    Processes with parts of the parameters compare those.
 
     Raises:
         ValueError: the levers change them.
@@ -60,8 +59,6 @@ def compare_gradients(attempt: Attempt) -> None:
 
 
 def _why_not(model: nn.Module, is_cut: bool) -> str:  # noqa: FBT001
-    if any(map(is_sharded, model.parameters())):
-        return "parameters are spread over processes"
     if is_cut and any(isinstance(part, _RANDOM) and part.training and part.p for part in model.modules()):
         return "dropout draws other numbers in chunks"
     return ""

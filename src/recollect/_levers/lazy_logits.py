@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.pytree import flatten, unflatten
 from recollect._levers.linear_cross_entropy import linear_cross_entropy
 
@@ -215,6 +216,7 @@ class LazyLogits:
             raise AttributeError(name)
         return getattr(self.compute(), name)
 
+    @untraced
     def _lose(self, targets: Tensor, **options: Any) -> Tensor | None:
         """The loss in chunks; None if it must be computed otherwise."""
         if not isinstance(targets, Tensor) or targets.is_floating_point():
@@ -267,6 +269,16 @@ def _compute_all(values: Iterable[Any]) -> list[Any]:
     """The values, with logits in place of lazy ones, in any containers."""
     leaves, spec = flatten(list(values))
     return unflatten([leaf.compute() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves], spec)
+
+
+def compute_without_loss(result: Any) -> Any:
+    """What a model returns, with logits in place of lazy ones, unless something else of it leads to its graph."""
+    leaves, spec = flatten([result])
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return result
+    if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
+        return result
+    return unflatten([leaf.compute() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves], spec)[0]
 
 
 def _define(name: str) -> None:

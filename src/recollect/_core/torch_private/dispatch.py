@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from recollect._core.torch_private.compiler import untraced
+
 __all__ = [
     "FAKES",
     "DispatchMode",
@@ -65,7 +67,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Left on, the first operator under the mode imports all of torch._dynamo (about 2 s).
+        # Left on, the first operator under the mode imports all of torch._dynamo (about 2 s); `untraced` does the same.
         return False
 
     @classmethod
@@ -82,6 +84,7 @@ class DispatchMode(TorchDispatchMode):
     ) -> None:
         super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
 
+    @untraced  # between compiled frames, Dynamo would be for compiling this, too
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
