@@ -77,7 +77,7 @@ def test_quiet_says_nothing_of_the_file(invoke: Invoke) -> None:
         ('{"recollect": "plan", "version": 1}', "expected a profile of recollect, found a plan of recollect"),
         (
             '{"recollect": "profile", "version": 99}',
-            "this profile is of version 99, and this recollect reads up to version 2: upgrade recollect, ",
+            "this profile is of version 99, and this recollect reads up to version 3: upgrade recollect, ",
         ),
         ('{"recollect": "profile", "version": 1}', "profile: storages, calls missing"),
     ],

@@ -52,7 +52,7 @@ def test_a_profile_goes_to_json_and_back_unchanged() -> None:
 
 def test_the_json_of_a_profile_says_what_it_is_and_leaves_out_defaults() -> None:
     data = json.loads(STEP.to_json())
-    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 2, {"bytes": 128})
+    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 3, {"bytes": 128})
     assert data["calls"][4]["phase"] == "backward"
 
 
@@ -108,9 +108,9 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
         ("[]", "expected a profile of recollect, found something else"),
         ('{"recollect": "plan"}', "expected a profile of recollect, found a plan of recollect"),
         (
-            '{"recollect": "profile", "version": 3}',
+            '{"recollect": "profile", "version": 4}',
             (
-                "this profile is of version 3, and this recollect reads up to version 2: upgrade recollect, or write "
+                "this profile is of version 4, and this recollect reads up to version 3: upgrade recollect, or write "
                 "the profile anew"
             ),
         ),
@@ -119,8 +119,8 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
             '{"recollect": "profile", "version": 1, "storages": [], "calls": [], "graph": 1}',
             (
                 "profile: expected the fields storages, calls, saved, device, name, clock, is_dry, rounding_bytes, "
-                "capacity_bytes, fixed_bytes, optimizer, torch, modules, rules, allocators, notes, transfers; not "
-                "['graph']"
+                "capacity_bytes, fixed_bytes, optimizer, torch, modules, rules, allocators, notes, transfers, "
+                "under_regions; not ['graph']"
             ),
         ),
         (

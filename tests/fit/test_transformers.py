@@ -61,3 +61,26 @@ def test_the_loss_of_a_language_model_is_computed_in_chunks(name: str) -> None:
     torch.testing.assert_close(found[0].logits.compute(), plain[0].logits)
     for key, grad in plain[1].items():
         torch.testing.assert_close(found[1][key], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_plans_are_made_for_the_step_without_a_cache_which_regions_do_not_fill() -> None:
+    import transformers as hf
+
+    shape: Any = {"vocab_size": 32, "d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 8}
+    torch.manual_seed(0)
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**shape, decoder_start_token_id=0)).train()
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    seen = recollect.profile(step)
+    assert seen.under_regions is not None
+    assert len(seen.under_regions.calls) != len(seen.calls)
+    assert not any("forward" in vars(module) for module in model.modules())
+    plan = recollect.plan(recollect.Profile.from_json(seen.to_json()), budget=int(seen.peak_bytes * 0.6))
+    with recollect.apply(model, plan):
+        measured = recollect.profile(step)
+    assert measured.peak_bytes <= seen.peak_bytes * 0.6
+    assert measured.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert recollect.plan(seen, budget="fastest").peak_bytes == seen.peak_bytes

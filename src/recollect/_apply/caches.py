@@ -12,6 +12,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -103,13 +104,13 @@ class CacheSwitch(InstanceForward):
     changes the result; then nothing is switched.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, *, is_quiet: bool = False) -> None:
         super().__init__(module, name)
         names = list(inspect.signature(module.forward).parameters)
         self._place = names.index(_USE_CACHE)
         self._labels_place = names.index(_LABELS) if _LABELS in names else None
         self._caches = cache_classes()
-        self._is_said = False
+        self._is_said = is_quiet
 
     def _for_copy(self, copied: nn.Module) -> Self:
         return type(self)(copied, self.name)
@@ -145,7 +146,7 @@ class CacheSwitch(InstanceForward):
         return f"<forward of '{self.name}', without a key/value cache while it trains>"
 
 
-def switches_for(model: nn.Module, regions: Iterable[nn.Module]) -> Iterator[CacheSwitch]:
+def switches_for(model: nn.Module, regions: Iterable[nn.Module], *, is_quiet: bool = False) -> Iterator[CacheSwitch]:
     """One for each model of Transformers that has a switch for its cache and regions inside; none is put yet."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -157,7 +158,20 @@ def switches_for(model: nn.Module, regions: Iterable[nn.Module]) -> Iterator[Cac
             and _can_cache(module)
             and not inside.isdisjoint(module.modules())
         ):
-            yield CacheSwitch(module, type(module).__name__)
+            yield CacheSwitch(module, type(module).__name__, is_quiet=is_quiet)
+
+
+@contextmanager
+def caches_left_out(models: Iterable[nn.Module]) -> Iterator[int]:
+    """Let models of Transformers inside fill no cache while they train, as under regions; gives how many they are."""
+    switches = [switch for model in models for switch in switches_for(model, model.modules(), is_quiet=True)]
+    try:
+        for switch in switches:
+            switch.put()
+        yield len(switches)
+    finally:
+        for switch in reversed(switches):
+            switch.take_away()
 
 
 def describe_twice(regions: Iterable[nn.Module]) -> str | None:

@@ -59,6 +59,23 @@ def find_cached(profile: Profile) -> frozenset[int]:
     return frozenset(found)
 
 
+def fills_cache(profile: Profile) -> bool:
+    """Whether forward seems to fill a cache of keys and values: it puts values behind nothing, to make it grow.
+
+    >>> from recollect._core.calls import OpCall, Storage, Value
+    >>> nothing, key, entry = Value(storage=0), Value(storage=1, bytes=8), Value(storage=2, bytes=8)
+    >>> grow = OpCall(op="aten.cat.default", inputs=(nothing, key), outputs=(entry,))
+    >>> fills_cache(Profile(storages=(Storage(bytes=0), Storage(bytes=8), Storage(bytes=8)), calls=(grow,)))
+    True
+    """
+    return any(
+        call.op == "aten.cat.default"
+        and call.phase is Phase.FORWARD
+        and sorted(value.bytes > 0 for value in call.inputs) == [False, True]
+        for call in profile.calls
+    )
+
+
 def find_last_uses(profile: Profile) -> dict[int, int]:
     """The last call that reads each storage."""
     last_use: dict[int, int] = {}

@@ -113,7 +113,7 @@ class Places:
         frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
         modules: list[nn.Module] = []
         line = ""
-        while frame is not None and not (line and modules and id(modules[0]) in self._paths):
+        while frame is not None and not (line and modules and id(modules[-1]) in self._paths):
             code = frame.f_code
             if code is ENGINE_CODE or role_of(frame) is Role.RUNNER:
                 break
@@ -126,13 +126,20 @@ class Places:
         return self._path(modules), line
 
     def _path(self, modules: list[nn.Module]) -> str:
-        """The path of the innermost of these modules, which come innermost first."""
+        """The path of the innermost of these modules, which come innermost first.
+
+        One that is no part of the others, such as an activation that all models share, has its class's name behind
+        the path of the innermost one that is known.
+        """
         if not modules:
             return ""
-        innermost = modules[0]
-        if id(innermost) not in self._paths:
+        if not any(id(module) in self._paths for module in modules):
             self.learn(modules[-1], self._prefix)
-        return self._paths.get(id(innermost), type(innermost).__name__)
+        path = next(self._paths[id(module)] for module in modules if id(module) in self._paths)
+        if id(modules[0]) in self._paths:
+            return path
+        name = type(modules[0]).__name__
+        return f"{path}.{name}" if path else name
 
     def learn(self, root: nn.Module, prefix: str) -> None:
         """Remember a module and its parts by their paths, which begin with a prefix; who is known keeps its path."""

@@ -13,7 +13,7 @@ from recollect._core.documents import read_document, write_document
 from recollect._core.profile_text import describe_profile, profile_as_html
 from recollect._core.timeline import Timeline, count_forward, find_made
 
-_VERSION = 2
+_VERSION = 3
 _MOST = 2**63
 _LONGEST_S = 1e9
 
@@ -100,6 +100,8 @@ class Profile:
         allocators: what the allocators of devices said, where there are any.
         notes: what was assumed or could not be seen, in sentences.
         transfers: copies of values to other tiers and back, where some are offloaded.
+        under_regions: the same step as it runs where regions are applied, if that is another one: a model of
+            Transformers then fills no cache of keys and values. Plans are made for it.
 
     Raises:
         ValueError: a storage or call that is referred to is not there, or a number cannot be.
@@ -134,6 +136,7 @@ class Profile:
     allocators: tuple[AllocatorEntry, ...] = ()
     notes: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    under_regions: Profile | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(

@@ -110,7 +110,7 @@ def _find_device_bytes(profile: Profile) -> int | None:
 
 def _write(work: Work, point: Point, asked: Budget, margin: int, name: str, tier: str) -> Plan:  # noqa: PLR0917
     problem, frontier = work.problem, work.frontier()
-    profile = problem.profile
+    profile = problem.plain
     limit = point.peak_bytes if asked.bytes is None else asked.bytes - margin
     entry = profile.allocators[0] if profile.allocators else None
     loose = entry.reserved_bytes / entry.peak_bytes - 1 if entry is not None and entry.peak_bytes else _FRAGMENTATION

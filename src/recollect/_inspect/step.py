@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
+from recollect._apply.caches import caches_left_out
 from recollect._core.calls import Category, Phase
+from recollect._core.held import fills_cache
 from recollect._core.patterns import plain_path
 from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
 from recollect._core.torch_private.engine import top_hooks
@@ -139,7 +142,19 @@ class StepProfiler:
             if is_timed and self._restores:
                 self._plain = self._time(step)
             self.profile = self._conclude()
+            if fills_cache(self.profile) and (is_timed or not self._restores):
+                self.profile = replace(self.profile, under_regions=self._take_uncached(step))
         return self.profile
+
+    def _take_uncached(self, step: Callable[[], object]) -> Profile | None:
+        """The step as it runs under regions, without a cache of keys and values; None if it has none to leave out."""
+        self._rewind()
+        self._begin()
+        with caches_left_out(self._modules) as count:
+            if not count:
+                return None
+            self._watch(step)
+        return self._conclude()
 
     def _watch(self, step: Callable[[], object]) -> None:
         """Run a step under the capture."""

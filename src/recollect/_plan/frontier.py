@@ -118,8 +118,8 @@ class _Search:
         found = rehearse(problem, [pair for segment, option in treated for pair in option.treat(problem, segment)])
         point = Point(
             choice=treated,
-            peak_bytes=found.peak_bytes,
-            step_s=found.step_s,
+            peak_bytes=found.peak_bytes if treated else problem.plain.peak_bytes,
+            step_s=found.step_s if treated else problem.plain_s,
             peak_call=found.peak_call,
             name=name,
         )

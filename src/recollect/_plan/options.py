@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from recollect._plan.names import find_named, name_kept
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, Treatment, Way, rehearse
 from recollect._plan.segments import Segment
+from recollect._plan.ways import can_be_kept, find_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,21 @@ class Option:
         """What that means for one run of a module that is itself the region; empty if it is left alone."""
         if self.way is None:
             return []
+        first = problem.runs_of(run.path)[0]
+        if self.kept and run is not first and not problem.are_same(first, run):
+            return [self._treat_other(problem, first, run)]
         return [Treatment(way=self.way, kept=self.storages(problem, run), is_away=self.is_away)]
 
+    def _treat_other(self, problem: Problem, first: Run, run: Run) -> Treatment:
+        """What it means for a run that does something else than the first one of its module: names decide."""
+        names = name_kept(problem, first, {first.first + call for call, _ in self.kept})
+        calls = {number for number in find_named(problem, run, names) if can_be_kept(problem, run, number)}
+        kept = frozenset(storage for number in calls for storage in problem.makes[number])
+        way = find_way(problem, run, calls) if kept else Way.RERUN
+        return Treatment(way=way, kept=kept, is_away=self.is_away and way is not Way.REPLAY)
+
     def storages(self, problem: Problem, run: Run) -> frozenset[int]:
-        """The storages that it keeps of a run."""
+        """The storages that it keeps of the first run of a module, or of one that is the same."""
         return frozenset(problem.makes[run.first + call][place] for call, place in self.kept)
 
 

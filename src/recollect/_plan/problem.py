@@ -6,6 +6,7 @@ run, what is decided holds for the module. Saved values are followed by storage:
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import statistics
@@ -59,7 +60,8 @@ class Problem:
     """A profile, read once for all questions of the planner.
 
     Attributes:
-        profile: the step.
+        plain: the step as it was profiled.
+        profile: the step as regions will find it: the same, unless they change it; see `Profile.under_regions`.
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
@@ -81,6 +83,8 @@ class Problem:
     """
 
     def __init__(self, profile: Profile, *, link_bytes_per_s: float | None = None) -> None:
+        self.plain = profile
+        profile = profile.under_regions or profile
         _check(profile)
         self.profile, self.link_bytes_per_s = profile, link_bytes_per_s
         self.calls = profile.calls
@@ -91,7 +95,7 @@ class Problem:
         self.seconds = _smooth(self.calls, [call.seconds for call in self.calls])
         self.device_s = _smooth(self.calls, [call.device_s for call in self.calls])
         self.host_s = _smooth(self.calls, [call.host_s for call in self.calls])
-        self.plain_s = sum(call.seconds or 0.0 for call in self.calls)
+        self.plain_s = self.plain.step_s or 0.0
         host_s, device_s = profile.host_s, profile.device_s
         self.busy_s = None if host_s is None or device_s is None else (device_s, host_s)
         self.is_host_bound = host_s is None or device_s is None or host_s >= device_s
@@ -113,6 +117,8 @@ class Problem:
         self._asked, self.released = self._read_backward()
         self.last_use = self._find_last_uses()
         self._runs = self._find_runs()
+        self._around: dict[int, list[Run]] = {}
+        self._same: dict[tuple[str, int, int], bool] = {}
 
     def _casts_parameter(self, number: int) -> bool:
         storages = self.profile.storages
@@ -166,6 +172,43 @@ class Problem:
         savers = self.saved_by.get(storage, ())
         let_go = max((self.released.get(by, 0) for by in savers), default=self.forward_count)
         return end <= let_go and storage in self.last_use
+
+    def let_go(self, storage: int, run: Run) -> int:
+        """The forward call before which code lets go of a value that a run makes, if nothing else holds it.
+
+        What a module is given is held by its caller until it returns; what the code of a module has in variables,
+        until that returns.
+        """
+        last = self.last_use[storage]
+        around = self._runs_around(last)
+        maker = run.makes[storage][0]
+        stop = max((one.stop for one in around if not one.first <= maker < one.stop), default=last + 1)
+        innermost = around[0]
+        is_inside = run.first <= innermost.first and innermost.stop <= run.stop
+        return max(stop, innermost.stop) if is_inside else stop
+
+    def _runs_around(self, number: int) -> list[Run]:
+        """The runs that a forward call is part of, innermost first."""
+        known = self._around.get(number)
+        if known is None:
+            found = []
+            for path in paths_above(self.calls[number].module):
+                runs = self._runs[path]
+                found.append(runs[bisect.bisect_right(runs, number, key=lambda one: one.first) - 1])
+            known = self._around[number] = found
+        return known
+
+    def are_same(self, one: Run, other: Run) -> bool:
+        """Whether two runs of a module make the same calls, so that what is kept of one is kept of the other."""
+        key = (one.path, one.first, other.first)
+        if key not in self._same:
+            calls, makes = self.calls, self.makes
+            self._same[key] = one.stop - one.first == other.stop - other.first and all(
+                (calls[here].op, calls[here].module, len(makes[here]))
+                == (calls[there].op, calls[there].module, len(makes[there]))
+                for here, there in zip(range(one.first, one.stop), range(other.first, other.stop), strict=True)
+            )
+        return self._same[key]
 
     def sites(self, run: Run) -> Iterator[tuple[int, int, Site]]:
         """The values that a region of this run would ask a policy about: call, storage and site, region-relative."""

@@ -263,7 +263,7 @@ class _Stage:
             return plain  # somebody else holds it, too
         cached = [self._before[problem.forward_count]] if storage in problem.cached else []
         outside = [problem.released[by] for by in savers if not run.first <= by < run.stop and by in problem.released]
-        last = self._at[problem.last_use[storage]] + 1
+        last = self._at[problem.let_go(storage, run) - 1] + 1
         return max([last, *cached, *(self._before[moment] for moment in outside)])
 
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
@@ -271,6 +271,11 @@ class _Stage:
         made = self._run_again(ends, copies)
         last = {index: step for step, index in self._owners.items()}
         problem = self._problem
+        for run, treatment in self._chosen:
+            if treatment.way is Way.REPLAY:
+                begin = self._before[_find_first_asked(problem, run, treatment)]
+                for storage in run.read_outside:
+                    self._hold(ends, storage, begin)
         for index, step in last.items():
             run, treatment = self._chosen[index]
             if treatment.way is not Way.REPLAY:
@@ -344,3 +349,14 @@ def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:
             for storage in storages:
                 asked[storage] = min(asked.get(storage, moment), moment)
     return {storage: moment for storage, moment in asked.items() if problem.is_sent(storage, runs)}
+
+
+def _find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
+    """The backward call at which a replay begins; until then it holds all that the module was given."""
+    there = treatment.kept
+    moments = (
+        moment
+        for moment, storages in run.asks
+        if any(storage not in there and not problem.is_lasting(storage) for storage in storages)
+    )
+    return next(moments, max(run.end, run.start or 0))

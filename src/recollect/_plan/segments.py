@@ -17,6 +17,7 @@ from recollect._core.profiles import ModuleEntry
 from recollect._plan.problem import Problem, Run
 
 _LISTS = ("ModuleList", "ModuleDict")
+_LEAST_SHARE = 4000  # a region holds what it is given, seen or not: what frees less than this part is not worth one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,9 @@ def _is_able(problem: Problem, path: str, modules: dict[str, ModuleEntry]) -> bo
     if entry is None or not path or entry.kind in _LISTS:
         return False
     runs = problem.runs_of(path)
-    return any(problem.sizes[storage] for run in runs for storage in run.needs if problem.is_evictable(storage, run))
+    size = sum(problem.sizes[storage] for run in runs for storage in run.needs if problem.is_evictable(storage, run))
+    timeline = problem.profile.timeline
+    return size * _LEAST_SHARE > timeline.peak_bytes - timeline.held_bytes
 
 
 def _find_blocks(able: list[str], modules: dict[str, ModuleEntry]) -> list[str]:

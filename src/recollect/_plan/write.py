@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from recollect._core.calls import Category
@@ -12,6 +12,7 @@ from recollect._core.decisions import Decision
 from recollect._core.forecasts import Fingerprint, PlannedRegion
 from recollect._core.plans import Choice
 from recollect._core.profiles import Profile
+from recollect._plan.names import name_kept
 from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Treatment, Way, find_held, find_recomputed, find_sent
@@ -25,14 +26,7 @@ def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
     for segment, option in choice:
         run = segment.runs[0]
         kept = {run.first + call for call, _ in option.kept}
-        asked: defaultdict[tuple[str, str], list[tuple[int, bool]]] = defaultdict(list)
-        for number, _, site in problem.sites(run):
-            if (site.call, number in kept) not in asked[site.module, site.op]:
-                asked[site.module, site.op].append((site.call, number in kept))
-        for (module, op), calls in asked.items():
-            wanted: list[int | None] = [call for call, is_kept in calls if is_kept]
-            if len(wanted) == len(calls):
-                wanted = [None]
+        for (module, op), wanted in name_kept(problem, run, kept).items():
             for call in wanted:
                 yield Choice(
                     decision=Decision.SAVE,

@@ -1,0 +1,154 @@
+"""What a plan says of the peak is what is measured: who holds what, until when, as the executor does it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect import Plan, Profile
+
+pytest.importorskip("scipy")
+
+
+class Norms(nn.Module):
+    """Takes a tensor that its caller holds as long as it runs."""
+
+    def __init__(self, given: int, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.GroupNorm(1, given), nn.GroupNorm(1, width)
+        self.conv, self.shortcut = nn.Conv2d(given, width, 3, padding=1), nn.Conv2d(given, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.silu(self.conv(torch.nn.functional.silu(self.first(x))))
+        x = self.shortcut(x)
+        found: Tensor = x + self.second(hidden)
+        return found
+
+
+class Up(nn.Module):
+    """Puts what it is given, which it need not have for backward, behind something else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Norms(2 * width, width) for _ in range(2))
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        for part, skip in zip(self.parts, skips, strict=True):
+            x = part(torch.cat([x, skip], dim=1))
+        return x
+
+
+class Hourglass(nn.Module):
+    """Two stages with skips between the first layers and the last."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Norms(width, width) for _ in range(4))
+        self.ups = nn.ModuleList(Up(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for part in self.down:
+            x = part(x)
+            skips.append(x)
+        for up in self.ups:
+            x = up(x, [skips.pop(), skips.pop()])
+        return x.square().mean()
+
+
+ACTIVATION = nn.GELU()
+
+
+class Borrowing(nn.Module):
+    """Calls a module that is no part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(ACTIVATION(self.up(x)))
+        return found
+
+
+class Shared(nn.Module):
+    """Calls its one block in two ways, which make other calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = nn.Sequential(nn.Linear(16, 64), Halving(), nn.Linear(64, 16)), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(4):
+            x = self.norm(x + self.block(x if number % 2 else x[:, ::2]).repeat(1, 1 if number % 2 else 2, 1))
+        return x.square().mean()
+
+
+class Halving(nn.Module):
+    """Does more with long sequences than with short ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return torch.sin(x) * 2 if x.shape[1] > 8 else x
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "arguments": lambda: (Hourglass(), torch.randn(4, 8, 16, 16)),
+    "a module from elsewhere": lambda: (
+        nn.Sequential(*(Borrowing() for _ in range(4))),
+        torch.randn(64, 16),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Profile]:
+    torch.manual_seed(0)
+    model, x = MODELS[request.param]()
+    return model, x, recollect.profile(model, x)
+
+
+def measure(model: nn.Module, x: Tensor, plan: Plan) -> int:
+    with recollect.apply(model, plan):
+        return recollect.profile(model, x).peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6, "min"])
+def test_the_peak_is_the_predicted_one(case: tuple[nn.Module, Tensor, Profile], share: float | str) -> None:
+    model, x, seen = case
+    floor = recollect.plan(seen, budget="min")
+    budget = int(seen.peak_bytes * share) if isinstance(share, float) else 0
+    plan = floor if budget < floor.peak_bytes * 1.01 else recollect.plan(seen, budget=budget)
+    assert measure(model, x, plan) == pytest.approx(plan.peak_bytes, rel=0.003)
+
+
+def test_what_a_module_from_elsewhere_does_belongs_to_its_caller() -> None:
+    seen = recollect.profile(nn.Sequential(Borrowing(), Borrowing()), torch.randn(8, 16))
+    assert {call.module for call in seen.calls if "gelu" in call.op} == {"0.GELU", "1.GELU"}
+
+
+def test_a_module_whose_calls_differ_is_planned_for_all_of_them() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(8, 16, 16)
+    seen = recollect.profile(model, x)
+    plan = recollect.plan(seen, budget="min")
+    assert measure(model, x, plan) < seen.peak_bytes
+
+
+def test_tiny_modules_are_no_regions() -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Linear(1, 1)
+            self.rest = nn.Sequential(*(Borrowing() for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.rest(x) * torch.tanh(self.scale(x[:1, :1]))
+            return found
+
+    seen = recollect.profile(Tiny(), torch.randn(512, 16))
+    told = recollect.plan(seen, budget="min")
+    assert told.regions
+    assert "scale" not in {region.path for region in told.regions}
