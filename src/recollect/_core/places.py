@@ -74,7 +74,7 @@ class Places:
         saw_compiled: whether a place was inside a function compiled by torch.compile.
     """
 
-    __slots__ = ("_known", "_paths", "_prefix", "saw_compiled")
+    __slots__ = ("_has_roots", "_known", "_paths", "_prefix", "saw_compiled")
 
     def __init__(self, prefix: str = "", roots: Iterable[nn.Module] = ()) -> None:
         self._prefix = prefix
@@ -83,6 +83,7 @@ class Places:
         self.saw_compiled = False
         for root in roots:
             self.learn(root, prefix)
+        self._has_roots = bool(self._paths)
 
     def find(self, depth: int) -> Place:
         """The place of whoever called `depth` frames above this call; stops at the region's own frames."""
@@ -133,9 +134,9 @@ class Places:
         """
         if not modules:
             return ""
-        if not any(id(module) in self._paths for module in modules):
+        if not self._has_roots and not any(id(module) in self._paths for module in modules):
             self.learn(modules[-1], self._prefix)
-        path = next(self._paths[id(module)] for module in modules if id(module) in self._paths)
+        path = next((self._paths[id(module)] for module in modules if id(module) in self._paths), self._prefix)
         if id(modules[0]) in self._paths:
             return path
         name = type(modules[0]).__name__
