@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect._recompute.frame import Frame, Options
+from recollect._recompute.frame import Frame
 from recollect._recompute.match import Matcher
 from recollect._recompute.region import Region
+from recollect._recompute.way import Options
 from tests.watching import Counted, backward, what_is_in_force
 
 # To the end, because these hooks do not see the exception that stops a recomputation early.

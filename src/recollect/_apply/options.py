@@ -18,10 +18,10 @@ from recollect._offload.offload import Offload, TierLike
 from recollect._policy.base import Policy, PolicyLike, as_policy
 from recollect._policy.presets import ReadyMade, Tally, selective
 from recollect._policy.rules import save_nothing
-from recollect._recompute.frame import Options
 from recollect._recompute.match import Check, Matcher
 from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
+from recollect._recompute.way import Options
 from recollect._selective.region import SelectiveRegion
 
 _DEFAULTS = Options(preserve=frozenset({"torch"}), early_stop=True, matcher=Matcher())

@@ -24,8 +24,8 @@ from recollect._core.pytree import Arguments
 from recollect._core.reachable import find_modules
 from recollect._core.torch_private.functorch import current_level, is_tracked, level_of, unwrap, unwrap_if_ended
 from recollect._core.torch_private.pytree import Spec, flatten, tree_leaves, unflatten
-from recollect._recompute.frame import Options
 from recollect._recompute.surroundings import Surroundings
+from recollect._recompute.way import Options
 
 _TENSOR = object()  # stands for a tensor in a function's result
 

@@ -11,10 +11,11 @@ from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
-from recollect._recompute.frame import Frame, Options
+from recollect._recompute.frame import Frame
 from recollect._recompute.functional import run_functional
 from recollect._recompute.module_tree import Memory
 from recollect._recompute.rerun import RERUN
+from recollect._recompute.way import Options
 
 __recollect_role__ = Role.REGION
 

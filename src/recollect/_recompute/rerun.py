@@ -18,10 +18,11 @@ from recollect._core.pytree import Arguments
 from recollect._core.scope import mark_last
 from recollect._core.torch_private.ambient import function_mode_depth, quietly
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
-from recollect._recompute.frame import Frame, Pack, Sides
+from recollect._recompute.frame import Frame
 from recollect._recompute.handles import find_live
 from recollect._recompute.hooks import Meta, StopRecomputation, differs, may_stop, quick_meta, read_meta, same
 from recollect._recompute.oplog import OpLog
+from recollect._recompute.way import Pack, Sides
 
 if TYPE_CHECKING:
     from recollect._recompute.match import Recorder

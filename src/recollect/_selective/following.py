@@ -26,7 +26,8 @@ from recollect._selective.program import HELD, NOWHERE, Bound, Call, Inner, Prog
 from recollect._selective.recording import TensorClasses, hold, results_of
 
 if TYPE_CHECKING:
-    from recollect._recompute.frame import Frame, Pack
+    from recollect._recompute.frame import Frame
+    from recollect._recompute.way import Pack
 
 _OTHER_CALLS = "it calls torch differently than in its first call"
 _OTHER_WAYS = "its tensors are used differently than in its first call"

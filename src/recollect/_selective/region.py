@@ -12,8 +12,9 @@ from recollect._core.errors import TransformError
 from recollect._core.reachable import find_modules
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
-from recollect._recompute.frame import Frame, Options
+from recollect._recompute.frame import Frame
 from recollect._recompute.region import Region
+from recollect._recompute.way import Options
 from recollect._selective.knowledge import Kind, Knowledge, are_apart, find_knowledge
 from recollect._selective.way import SelectiveWay
 

@@ -26,11 +26,12 @@ from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched, without_dispatch_modes
 from recollect._core.torch_private.engine import top_hooks
-from recollect._recompute.frame import Frame, Pack, Sides
+from recollect._recompute.frame import Frame
 from recollect._recompute.handles import find_live, frame_of
 from recollect._recompute.match import Recorder
 from recollect._recompute.rerun import Collector, Rerun
 from recollect._recompute.rng import sources_by_request
+from recollect._recompute.way import Pack, Sides
 from recollect._selective.asking import Asker
 from recollect._selective.blocks import Again, Forward
 from recollect._selective.decisions import Decisions

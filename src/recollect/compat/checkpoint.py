@@ -11,11 +11,11 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.function import name_of
 from recollect._core.scope import override
-from recollect._recompute.frame import Options
 from recollect._recompute.match import Matcher
 from recollect._recompute.reentrant import CheckpointFunction
 from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
+from recollect._recompute.way import Options
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

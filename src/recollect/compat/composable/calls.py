@@ -25,10 +25,11 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._core.torch_private.modules import call_of_hook, is_after_exception, is_running
-from recollect._recompute.frame import Frame, Options
+from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
 from recollect._recompute.hooks import same
 from recollect._recompute.region import Region
+from recollect._recompute.way import Options
 
 
 class _Open(threading.local):

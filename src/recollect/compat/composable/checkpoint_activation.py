@@ -12,7 +12,8 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from recollect._apply.function import name_of
 from recollect._apply.options import Choices
 from recollect._core.torch_private.compiler import untraced
-from recollect._recompute.frame import Frame, Options
+from recollect._recompute.frame import Frame
+from recollect._recompute.way import Options
 from recollect.compat.checkpoint import ContextFn, parse_options
 from recollect.compat.composable.calls import after_forward, before_forward, innermost_frame
 from recollect.compat.composable.contract import contract
