@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _OURS = "#0b5cad"
 _RIVALS = ("#d88015", "#75138b", "#3f7d20", "#a33b12", "#296e84", "#8d5b1d", "#5c6570", "#262f4c")
 _MARKS = "os^Dv<>PX*"
-_COLUMNS = 4  # of the legend
-_FAR = 1.5  # times the plain step, beyond that: shown at the edge, with its number
+_FAR = 1.5  # times the plain step: what costs more is named beside the points
 _PANEL, _ALONE, _LINE = (5.5, 3.2), (7.5, 3.8), 0.22  # inches: a panel, one that is alone, a line of text
 
 
@@ -32,7 +31,8 @@ def draw_frontiers(title: str, cells: Mapping[tuple[str, str], Measured | None])
     columns = max(1, min(2, len(drawn)))
     lines = max(1, -(-len(drawn) // columns))
     width, height = _ALONE if columns == 1 else _PANEL
-    foot = _LINE * (1 + -(-(len(looks) + 1) // _COLUMNS))
+    beside = 4 if columns > 1 else 3  # columns of the legend
+    foot = _LINE * (1 + -(-(len(looks) + 1) // beside))
     head = _LINE * (2 if missing else 1) + 0.1
     with mpl.rc_context({"svg.hashsalt": "recollect", "font.size": 9}):
         picture = Picture(figsize=(width * columns, height * lines + head + foot), facecolor=PAPER)
@@ -50,7 +50,7 @@ def draw_frontiers(title: str, cells: Mapping[tuple[str, str], Measured | None])
         for panel in panels.flat:
             for handle, text in zip(*panel.get_legend_handles_labels(), strict=True):
                 labels.setdefault(text, handle)
-        picture.legend(list(labels.values()), list(labels), loc="lower left", ncols=_COLUMNS, frameon=False)
+        picture.legend(list(labels.values()), list(labels), loc="lower left", ncols=beside, frameon=False)
         picture.tight_layout(rect=(0, foot / total, 1, 1 - head / total))
         return _write(picture)
 
@@ -93,21 +93,16 @@ def _draw_panel(panel: Axes, title: str, rows: list[Row], looks: Mapping[str, tu
     near = [_cost(row) for row in rows if _cost(row) <= _FAR or row in mine]
     top = max(0.05, 1.1 * max(near))
     panel.plot([_share(row) for row in mine], [_cost(row) for row in mine], "-o", color=_OURS, label=OURS, zorder=3)
-    for row in rows:
-        if not row.is_rival:
-            continue
+    far = []
+    for row in (row for row in rows if row.is_rival):
         mark, colour = looks[row.figure.contender]
-        height = min(_cost(row), top)
-        panel.plot([_share(row)], [height], mark, color=colour, label=row.figure.contender, clip_on=False)
         if _cost(row) > top:
-            panel.annotate(
-                f"{_cost(row):+.0%} ↑",
-                (_share(row), height),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                color=colour,
-            )
+            far.append(f"{row.figure.contender}: {_cost(row):+.0%} at {_share(row):.0%}")
+            continue
+        panel.plot([_share(row)], [_cost(row)], mark, color=colour, label=row.figure.contender)
+    if far:
+        text = "\n".join(["off the scale ↑", *far])
+        panel.text(0.99, 0.98, text, ha="right", va="top", color=FAINT, fontsize=8, transform=panel.transAxes)
     panel.set_ylim(top=top * 1.04)
 
 
