@@ -1,7 +1,7 @@
-"""Accelerate: regions as a hook of its kind. Tested with accelerate 1.15.
+"""Accelerate: regions as one of its hooks. Tested with accelerate 1.15.
 
-`recollect.apply` before or after ``accelerator.prepare`` does the same; this is for code that keeps what it does to a
-model in hooks. Where an FSDP plugin has ``activation_checkpointing=True``, `recollect.compat.install` puts this engine
+`recollect.apply` before or after ``accelerator.prepare`` does the same. This is for code that keeps all changes to a
+model in hooks. If an FSDP plugin has ``activation_checkpointing=True``, `recollect.compat.install` puts this engine
 under it.
 """
 

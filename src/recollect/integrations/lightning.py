@@ -1,4 +1,4 @@
-"""Lightning: a callback that makes a module's parts regions for the time of a fit. Tested with lightning 2.6."""
+"""Lightning: a callback that makes parts of a module regions while a fit runs. Tested with lightning 2.6."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
 ) -> Applied:
     """Make a model of Transformers forget its activations, in place of ``model.gradient_checkpointing_enable()``.
 
-    That switch is turned off if it is on. No cache of keys and values is filled while the model trains. The model may
-    be wrapped by PEFT, before or after; embeddings need not require grad for that.
+    If that switch is on, it is turned off. While the model trains, it fills no cache of keys and values. PEFT may wrap
+    the model before or after; embeddings need not require grad for that.
 
     Args:
         model: a model of Transformers, or one that wraps it: PEFT, DDP, FSDP, torch.compile.
@@ -142,8 +142,8 @@ def _switch_off(models: list[Any]) -> None:
 class RecollectCallback(TrainerCallback):
     """For ``Trainer(callbacks=[...])``, and TRL's trainers: `enable` when training begins, undone when it ends.
 
-    Leave ``gradient_checkpointing`` out of the training arguments; where it is on, it is turned off. If training ends
-    by an exception, `recollect.remove` restores the model.
+    Leave ``gradient_checkpointing`` out of the training arguments; if it is on, the callback turns it off. If training
+    ends with an exception, `recollect.remove` restores the model.
 
     Args:
         rules: as for `enable`, and so are the following.
