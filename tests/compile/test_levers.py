@@ -69,3 +69,14 @@ def test_a_compiled_block_does_not_keep_the_loss_from_being_chunked() -> None:
     with recollect.fit(model, TOKENS, budget="min", levers={"chunked_loss"}) as fitted:
         assert [lever.name for lever in fitted.plan.levers] == ["chunked_loss"]
         torch.testing.assert_close(gradients(model, model), expected)
+
+
+@pytest.mark.parametrize(("backend", "text"), [("eager", "no plan fits"), ("aot_eager", "has no backward pass")])
+def test_a_compiled_model_that_cannot_be_planned_is_to_be_fitted_first(backend: str, text: str) -> None:
+    pytest.importorskip("scipy")
+    model: Any = torch.compile(Net(), backend=backend)
+    with pytest.raises(ValueError, match=text) as caught:
+        recollect.fit(model, TOKENS, budget="1KiB")
+    assert caught.value.__notes__ == [
+        "Modules inside of compiled code cannot be seen: fit the model first, then compile it"
+    ]

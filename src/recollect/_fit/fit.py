@@ -20,7 +20,7 @@ from recollect._fit.arguments import check_arguments
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
 from recollect._fit.fitted import Fitted
-from recollect._fit.levers import read_levers, refuse_compiled
+from recollect._fit.levers import find_compiled, read_levers, refuse_compiled
 from recollect._fit.loaders import list_batches
 from recollect._fit.ranks import Ranks
 from recollect._fit.shapes import Bucket, PlanSwitch, Seen
@@ -131,9 +131,11 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
             attempt, plan = choose_attempt(subject, asked, budget)
             corrected.append(_correct(attempt, plan, budget))
         fitted = _finish(model, corrected, budget, recovers=recover)
-    except BaseException:
+    except BaseException as error:
         for done in corrected:
             done.applied.remove()
+        if isinstance(error, ValueError) and find_compiled(model):
+            error.add_note("Modules inside of compiled code cannot be seen: fit the model first, then compile it")
         raise
     _log.info("%s", fitted)
     return fitted

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recollect._apply.blocks import find_blocks
 from recollect._apply.levers import why_not
-from recollect._apply.targets import Target, by_name, describe_unmatched, find_targets
+from recollect._apply.targets import by_name, describe_unmatched, find_targets
 from recollect._core.calls import Phase
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, LEVERS, MICRO_BATCHES, PlannedLever
 from recollect._core.patterns import compile_pattern
@@ -237,7 +237,7 @@ def refuse_compiled(model: nn.Module, asked: Asked) -> None:
     Raises:
         ValueError: it is.
     """
-    compiled = [target.name for target in find_targets(model) if _is_compiled(target)]
+    compiled = find_compiled(model)
     for name in asked:
         if name == MICRO_BATCHES or not compiled or (name == CHUNKED_LOSS and "" not in compiled):
             continue
@@ -249,5 +249,10 @@ def refuse_compiled(model: nn.Module, asked: Asked) -> None:
         raise ValueError(message)
 
 
-def _is_compiled(target: Target) -> bool:
-    return target.is_compiled or vars(target.chain[-1]).get("_compiled_call_impl") is not None
+def find_compiled(model: nn.Module) -> list[str]:
+    """The paths of modules that are compiled already."""
+    return [
+        target.name
+        for target in find_targets(model)
+        if target.is_compiled or vars(target.chain[-1]).get("_compiled_call_impl") is not None
+    ]
