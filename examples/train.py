@@ -1,7 +1,7 @@
 """Three ways to have a step profiled; none of them needs a line of recollect in the code.
 
     recollect profile examples/train.py:make_model --optimizer AdamW    a model and its inputs
-    recollect profile examples/train.py:make_step                       a step of one's own
+    recollect profile examples/train.py:make_step                       your own step
     recollect profile examples/train.py -- --batch-size 16              a script, as it is
 
 The first also works dry, for a device that is not here: add `--dry --device H200 --dtype bf16`.

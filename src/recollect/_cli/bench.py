@@ -58,7 +58,7 @@ def bench(
     ] = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure step time against peak memory: recollect at seven budgets beside torch's own ways and others'.
+    """Measure step time against peak memory: recollect at seven budgets beside its rivals.
 
     Each model, size and mode runs in a process of its own, in which all contenders take turns. What is measured is
     appended to bench.json; run it again to go on where it stopped. What this version of recollect and torch has
