@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved
 from recollect._core.decisions import Site
@@ -77,6 +78,7 @@ class Problem:
         busy_s: how long the device and the host are busy in it; None if the host runs the step itself.
         is_host_bound: whether the host's time is the step's: what it does for regions counts in full.
         released: for each forward call the backward call at whose start what it saved is gone.
+        derived: what solvers have found for parts of it, by their own keys: it holds for all parts that are the same.
 
     Raises:
         ValueError: the step has no backward, more than one, or was profiled under regions.
@@ -117,6 +119,7 @@ class Problem:
         self._asked, self.released = self._read_backward()
         self.last_use = self._find_last_uses()
         self._runs = self._find_runs()
+        self.derived: dict[object, Any] = {}
         self._around: dict[int, list[Run]] = {}
         self._same: dict[tuple[str, int, int], bool] = {}
 

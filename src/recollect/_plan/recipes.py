@@ -143,8 +143,14 @@ def _combine_parts(problem: Problem, segment: Segment, plain: Rehearsal) -> Iter
 
 
 def find_options(problem: Problem, segment: Segment) -> list[Option]:
-    """What can be done with a segment: nothing, running it again, and keeping some of it."""
-    run = segment.runs[0]
+    """What can be done with a segment: nothing, running it again, and keeping some of it. Found once for each type."""
+    known: dict[int, list[Option]] = problem.derived.setdefault("options", {})
+    if segment.type not in known:
+        known[segment.type] = _search_options(problem, segment.runs[0])
+    return known[segment.type]
+
+
+def _search_options(problem: Problem, run: Run) -> list[Option]:
     found = [PLAIN, Option(way=Way.RERUN)]
     if can_replay(problem, run):
         found += find_keep_sets(problem, run)

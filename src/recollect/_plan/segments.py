@@ -28,7 +28,7 @@ class Segment:
         path: of the module.
         kind: the name of its class.
         runs: the times that it runs, in the order of forward.
-        type: segments of one type have the same number.
+        type: segments of one type have the same number, in all chains of a problem.
     """
 
     path: str
@@ -49,10 +49,9 @@ def find_chains(problem: Problem) -> list[list[Segment]]:
     stages = list(dict.fromkeys(parent for block in blocks if (parent := _parent(block, able, modules))))
     if stages and len(stages) < len(blocks):
         cuts.append(stages)
-    types: dict[object, int] = {}
     chains: dict[tuple[str, ...], list[Segment]] = {}
     for cut in cuts:
-        chain = [_make_segment(problem, path, modules, types) for path in _fill(cut, able)]
+        chain = [_make_segment(problem, path, modules) for path in _fill(cut, able)]
         chain.sort(key=lambda segment: segment.runs[0].first)
         chains.setdefault(tuple(segment.path for segment in chain), chain)
     return [chain for chain in chains.values() if chain]
@@ -63,8 +62,7 @@ def find_parts(problem: Problem, segment: Segment) -> list[Segment]:
     modules = {module.path: module for module in problem.profile.modules}
     inside = [path for path in problem.paths if path.startswith(f"{segment.path}.")]
     able = [path for path in inside if _is_able(problem, path, modules)]
-    types: dict[object, int] = {}
-    parts = [_make_segment(problem, path, modules, types) for path in _outermost(able)]
+    parts = [_make_segment(problem, path, modules) for path in _outermost(able)]
     return sorted(parts, key=lambda part: part.runs[0].first)
 
 
@@ -118,9 +116,10 @@ def _fill(cut: list[str], able: list[str]) -> list[str]:
     return [*cut, *_outermost(rest)]
 
 
-def _make_segment(problem: Problem, path: str, modules: dict[str, ModuleEntry], types: dict[object, int]) -> Segment:
+def _make_segment(problem: Problem, path: str, modules: dict[str, ModuleEntry]) -> Segment:
     runs = tuple(problem.runs_of(path))
     key = tuple(_sign(problem, run) for run in runs)
+    types: dict[object, int] = problem.derived.setdefault("types", {})
     return Segment(path=path, kind=modules[path].kind, runs=runs, type=types.setdefault(key, len(types)))
 
 

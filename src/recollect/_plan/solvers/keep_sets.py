@@ -24,7 +24,7 @@ _SLICES = 12
 _LONGEST_S = 1.0
 _HALF = 0.5
 _MOST_CORNERS = 24
-_FEW = 6
+_FEW, _FEWER = 6, 4
 _LIMIT_ROW = 0
 
 
@@ -41,7 +41,7 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
     """Options for a run that replays, from keeping nothing to keeping all, each the quickest for its bytes."""
     program = Program(problem, run)
     seen: set[frozenset[int]] = set()
-    is_small = len(program.keepable) <= _FEW and not program.has_groups
+    is_small = len(program.keepable) <= (_FEWER if program.has_groups else _FEW)
     groups = {number: group for group in find_groups(problem, run) for number in group}
     forced = set(find_forced(problem, run))
     for kept in _try_all(program.keepable) if is_small else _try_slices(program):
