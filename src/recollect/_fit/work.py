@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from recollect._core.profiles import Clock, Profile
+from recollect._fit.overheads import measure_overheads
 from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
+from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import Bound
 from recollect._profile.links import measure_copies, measure_disk
@@ -21,7 +23,7 @@ class Work:
     """What is worked out of one profile, for all budgets; lives with the profile."""
 
     def __init__(self, profile: Profile, link_bytes_per_s: float | None) -> None:
-        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s)
+        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s, overheads=_find_overheads(profile))
         self._frontier: Frontier | None = None
 
     def frontier(self, progress: Callable[[int, int], None] | None = None) -> Frontier:
@@ -36,6 +38,16 @@ class Work:
     def bound(self) -> Bound:
         """Tells what no plan that only recomputes can beat."""
         return Bound(self.problem)
+
+
+def _find_overheads(profile: Profile) -> Mapping[str, Overhead]:
+    """What regions cost the host: measured here for steps that ran here, else what is usual."""
+    if profile.is_dry or not profile.modules:
+        return USUAL
+    known = profile.derived.get("overheads")
+    if not isinstance(known, dict):
+        known = profile.derived["overheads"] = measure_overheads()
+    return known
 
 
 def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
 from recollect._plan.journeys import LEAST_BYTES
 from recollect._plan.occupancy import Occupancy
+from recollect._plan.overheads import USUAL, Overhead
 
 _CAST, _HALVES = "aten._to_copy.default", ("bfloat16", "float16")
 
@@ -64,6 +65,7 @@ class Problem:
         plain: the step as it was profiled.
         profile: the step as regions will find it: the same, unless they change it; see `Profile.under_regions`.
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
+        overheads: what regions cost the host, by their ways.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
@@ -84,11 +86,17 @@ class Problem:
         ValueError: the step has no backward, more than one, or was profiled under regions.
     """
 
-    def __init__(self, profile: Profile, *, link_bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        link_bytes_per_s: float | None = None,
+        overheads: Mapping[str, Overhead] = USUAL,
+    ) -> None:
         self.plain = profile
         profile = profile.under_regions or profile
         _check(profile)
-        self.profile, self.link_bytes_per_s = profile, link_bytes_per_s
+        self.profile, self.link_bytes_per_s, self.overheads = profile, link_bytes_per_s, overheads
         self.calls = profile.calls
         self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
         self.forward_count = profile.forward_count

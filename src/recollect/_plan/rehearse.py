@@ -38,22 +38,6 @@ class Way(enum.Enum):
     OFFLOAD = "offload"
 
 
-_REGION_S = 60e-6
-_PER_CALL_S = {Way.RERUN: (1e-6, 0.0), Way.SERVE: (12e-6, 12e-6), Way.REPLAY: (4e-6, 4e-6), Way.OFFLOAD: (4e-6, 0.0)}
-
-
-def find_overhead_s(way: Way, calls: int, again: int) -> float:
-    """What the host does for a region beyond making its calls: per region, per call in forward, per call made again.
-
-    Measured by benchmarks/overhead.py and benchmarks/selective.py on CPUs of 2024; half of the calls are views.
-
-    >>> find_overhead_s(Way.REPLAY, calls=60, again=10) > find_overhead_s(Way.RERUN, calls=60, again=60)
-    True
-    """
-    forward_s, again_s = _PER_CALL_S[way]
-    return _REGION_S + calls / 2 * forward_s + again / 2 * again_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
     """What becomes of one run.
@@ -158,7 +142,7 @@ class _Stage:
             for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
         self._overhead_s = sum(
-            find_overhead_s(treatment.way, run.stop - run.first, sum(len(calls) for _, calls in again))
+            problem.overheads[treatment.way.value].seconds(run.stop - run.first, sum(len(calls) for _, calls in again))
             for run, treatment, again in found
         )
         self._order = order = Order(len(problem.calls), inserted)

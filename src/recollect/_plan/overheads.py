@@ -1,0 +1,38 @@
+"""What the host does for a region beyond making its calls: data, measured where a plan is made or taken as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What one way of getting values back costs the host.
+
+    Attributes:
+        region_s: per region, however small.
+        forward_s: per call of torch in forward.
+        again_s: per call that is made again, beyond the call itself.
+    """
+
+    region_s: float
+    forward_s: float
+    again_s: float
+
+    def seconds(self, calls: int, again: int) -> float:
+        """For a region of so many operators, of which so many run again; half of the operators are views.
+
+        >>> USUAL["replay"].seconds(calls=60, again=10) > USUAL["rerun"].seconds(calls=60, again=60)
+        True
+        """
+        return self.region_s + calls / 2 * self.forward_s + again / 2 * self.again_s
+
+
+USUAL: Mapping[str, Overhead] = {
+    "rerun": Overhead(region_s=80e-6, forward_s=1.5e-6, again_s=0.0),
+    "serve": Overhead(region_s=210e-6, forward_s=2e-6, again_s=4e-6),
+    "replay": Overhead(region_s=150e-6, forward_s=2e-6, again_s=3.5e-6),
+    "offload": Overhead(region_s=60e-6, forward_s=4e-6, again_s=0.0),
+}
+"""By way: what `recollect._fit.overheads` finds on a CPU of 2024; offload is from benchmarks/offload.py."""

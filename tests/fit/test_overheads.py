@@ -1,0 +1,40 @@
+"""What regions cost the host is measured where plans are made, and leaves nothing behind."""
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect._fit.overheads import measure_overheads
+from recollect._fit.work import work_for
+from recollect._plan.overheads import USUAL
+from recollect._selective.knowledge import all_knowledge
+
+pytest.importorskip("scipy")
+
+
+def test_each_way_has_a_price_of_its_own_that_is_near_the_usual_one() -> None:
+    known = len(all_knowledge())
+    found = measure_overheads()
+    assert found.keys() == USUAL.keys()
+    assert all(0 < one.region_s < 10 * USUAL[way].region_s for way, one in found.items())
+    assert found["replay"] != USUAL["replay"]
+    assert len(all_knowledge()) == known
+
+
+def test_measuring_leaves_generators_modes_and_gradients_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        measure_overheads()
+        assert not torch.is_grad_enabled()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_steps_that_ran_here_are_priced_as_measured_and_dry_ones_as_usual() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    real, dry = recollect.profile(model, x), recollect.profile(model, x, dry=True, device="H200")
+    assert work_for(dry, None).problem.overheads is USUAL
+    measured = work_for(real, None).problem.overheads
+    assert measured is not USUAL
+    assert work_for(real, 1e9).problem.overheads is measured
