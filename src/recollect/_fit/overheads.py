@@ -1,4 +1,4 @@
-"""Measures what regions cost the host where a plan is made, in some hundredths of a second: small models wait for it."""
+"""Measures what regions cost the host where a plan is made, in a tenth of a second: small models wait for it."""
 
 from __future__ import annotations
 
