@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 import recollect
@@ -69,3 +70,26 @@ def test_compiled_code_stays_compiled_and_is_compiled_once(make: Callable[[Backe
         assert torch.equal(found, expected)
         assert backend.compiled == 1
         assert step == 0 or backend.run > before
+
+
+def test_compiled_code_that_only_forward_runs_does_not_shift_what_is_kept() -> None:
+    """Each is known by the code that runs, not by its number: another's result would be a wrong gradient."""
+    warm_up, of_region = torch.compile(lambda x: x.sin().exp()), torch.compile(lambda x: x.cos().exp())
+
+    def fn(x: Tensor) -> Tensor:
+        if not recollect.is_recomputing():
+            warm_up(x.detach())
+        out: Tensor = of_region(x.exp()).tanh()
+        return out
+
+    def keep(site: recollect.Site) -> recollect.Decision:
+        is_compiled = "inductor_compiled_code" in site.op
+        return recollect.Decision.SAVE if is_compiled else recollect.Decision.RECOMPUTE
+
+    x = torch.randn(4, requires_grad=True)
+    with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):
+        (expected,) = torch.autograd.grad(fn(x).sum(), [x])
+        region = recollect.checkpoint(fn, policy=keep)
+        for _ in range(3):
+            (found,) = torch.autograd.grad(region(x).sum(), [x])
+            torch.testing.assert_close(found, expected)  # a call that learns runs the code as it is written

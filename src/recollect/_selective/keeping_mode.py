@@ -21,7 +21,7 @@ from recollect._core.operators import (
 from recollect._core.torch_private.collectives import wait_for, works_in
 from recollect._core.torch_private.dispatch import alias_with_version
 from recollect._core.torch_private.engine import current_pass
-from recollect._core.torch_private.schemas import OpOverload, draws
+from recollect._core.torch_private.schemas import OpOverload, draws, subject_of
 from recollect._selective.decisions import DecisionLine
 from recollect._selective.kept_call import (
     KeptCall,
@@ -113,7 +113,8 @@ class KeepingMode(OperatorMode):
             before = []
         # Compiled code takes its inputs out of the list it is given.
         inputs = None if isinstance(func, OpOverload) else metas_of(args, kwargs)
-        call = self._counter.next((func, torch.is_grad_enabled()))  # counted here, like a call that raises
+        subject = subject_of(func, args)
+        call = self._counter.next((subject, torch.is_grad_enabled()))  # counted here, like a call that raises
         if self.is_on_wrappers:
             self.saw_wrappers = True
             given, operator = run_and_listen(func, operator, args, kwargs)
@@ -125,7 +126,7 @@ class KeepingMode(OperatorMode):
         answer = self._decide(func, operator, call, args, kwargs, result)
         can_be_kept = operator.can_be_kept and not (self._is_exact and operator.hides_writes)
         if can_be_kept and (answer.is_kept or self._makers is not None):
-            made = _Made((func, torch.is_grad_enabled(), call), operator, answer, inputs or metas_of(args, kwargs))
+            made = _Made((subject, torch.is_grad_enabled(), call), operator, answer, inputs or metas_of(args, kwargs))
             if before:
                 made.states = moved_states(before, self._states(args, kwargs))
             if isinstance(answer, DecisionLine):

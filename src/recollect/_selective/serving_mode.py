@@ -19,7 +19,7 @@ from recollect._core.places import Places
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.collectives import answer
 from recollect._core.torch_private.dispatch import DispatchMode
-from recollect._core.torch_private.schemas import count_results
+from recollect._core.torch_private.schemas import count_results, subject_of
 from recollect._recompute.oplog import describe_tensor
 from recollect._selective.kept_call import (
     KeptCall,
@@ -100,8 +100,9 @@ class ServingMode(OperatorMode):
         if operator.is_ignored or self._looks_away(func, operator, args, kwargs):
             return func(*args, **kwargs)
         is_tracked = torch.is_grad_enabled()
-        call = self._counter.next((func, is_tracked))
-        kept = self._kept_calls.take((func, is_tracked, call))
+        subject = subject_of(func, args)
+        call = self._counter.next((subject, is_tracked))
+        kept = self._kept_calls.take((subject, is_tracked, call))
         if kept is None:
             return func(*args, **kwargs)
         self.served += is_tracked or kept.talks

@@ -57,6 +57,13 @@ def count_results(func: Any) -> int:
     return len(func._schema.returns) if isinstance(func, OpOverload) else 0
 
 
+def subject_of(func: Any, args: tuple[Any, ...]) -> Any:
+    """What calls are numbered by: the operator; where it runs compiled code, also the code that it runs."""
+    if isinstance(func, OpOverload) or not (args and isinstance(func, HigherOrderOperator) and callable(args[0])):
+        return func
+    return func, args[0]
+
+
 def is_random(func: Any) -> bool:
     """Whether the operator draws from a generator."""
     return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
