@@ -11,8 +11,11 @@ from torch.nn import functional as F  # noqa: N812
 
 import recollect
 from recollect._core.levers import PlannedLever
+from recollect._fit import work
 from recollect._levers import lazy_logits
 from recollect._levers.lazy_logits import LazyLogits
+from recollect._plan.frontier import Frontier, find_frontier
+from recollect._plan.problem import Problem
 from tests.models import Block
 
 pytest.importorskip("scipy")
@@ -131,6 +134,27 @@ def test_micro_batches_come_last_and_their_gradients_add_up() -> None:
     fitted.remove()
     with pytest.raises(ValueError, match="this fit was removed"):
         fitted.forward_backward((TOKENS, TOKENS))
+
+
+def test_a_whole_batch_that_was_fitted_in_parts_is_told_how_to_run(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    levers = {"micro_batches": 4}
+    with recollect.fit(model, (TOKENS, TOKENS), loss=lose, budget=int(find_floor() * 0.7), levers=levers):
+        run(model)
+    assert "It was fitted to run in micro-batches: fitted.forward_backward(batch) cuts the batch" in caplog.text
+
+
+def test_what_no_plan_can_reach_is_not_searched_for_at_each_lever(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Problem] = []
+
+    def search(problem: Problem, **options: Any) -> Frontier:
+        searched.append(problem)
+        return find_frontier(problem, **options)
+
+    monkeypatch.setattr(work, "find_frontier", search)
+    with pytest.raises(recollect.BudgetError, match=r"no plan fits 1.00 KiB"):
+        recollect.fit(Net(), (TOKENS, TOKENS), loss=lose, budget="1KiB", levers={"chunked_loss", "micro_batches"})
+    assert len(searched) == 2  # of the plain step, and of the last that was tried, for the refusal
 
 
 def test_micro_batches_of_a_summed_loss_are_not_averaged() -> None:

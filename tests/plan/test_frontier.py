@@ -12,7 +12,7 @@ from recollect._plan.frontier import find_frontier
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Treatment, Way, rehearse
 from recollect._plan.segments import find_chains
-from recollect._plan.solvers.bound import Bound
+from recollect._plan.solvers.bound import Bound, find_least_bytes
 from recollect._plan.solvers.keep_sets import Program
 from tests.plan.blocks import make_step, stacks
 
@@ -63,6 +63,13 @@ def test_the_time_never_rises_with_the_budget(step: Profile, budgets: list[int])
     assert times == sorted(times, reverse=True)
     peaks = [point.peak_bytes for point in frontier.points]
     assert peaks == sorted(peaks, reverse=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(stacks())
+def test_nothing_takes_less_than_what_some_call_needs(step: Profile) -> None:
+    problem = Problem(step)
+    assert find_least_bytes(problem) <= find_frontier(problem).smallest.peak_bytes
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,11 +19,14 @@ from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
 from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
+from recollect._fit.plan import find_device_bytes
 from recollect._fit.plan import plan as make_plan
 from recollect._fit.ranks import Ranks
 from recollect._fit.run import Runner
 from recollect._fit.steps import Steps
-from recollect._plan.budget import SMALLEST
+from recollect._fit.work import work_for
+from recollect._plan.budget import SMALLEST, parse_budget
+from recollect._plan.solvers.bound import find_least_bytes
 
 _log = logging.getLogger("recollect")
 
@@ -111,6 +114,16 @@ class Attempt:
                 raise
             return smallest
 
+    def cannot_fit(self, budget: int | str) -> bool:
+        """Whether no plan can be within a budget, as far as can be told without a search; all processes agree."""
+        return self.subject.ranks.decide(lambda: self._cannot_fit(budget))
+
+    def _cannot_fit(self, budget: int | str) -> bool:
+        limit = parse_budget(budget, device_bytes=find_device_bytes(self.profile)).bytes
+        if limit is None or self.subject.tiers is not None:
+            return False
+        return find_least_bytes(work_for(self.profile, None).problem) > limit
+
     def keep(self, plan: Plan) -> Plan:
         """The same plan, while other processes may ask for another."""
         return self.subject.ranks.decide(lambda: plan)
@@ -162,11 +175,14 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
     found: tuple[Attempt, Plan] | None = None
     refusals: list[BudgetError] = []
     wants_least = budget == SMALLEST
-    attempt = Attempt(subject=subject, run=run, profile=seen, plain=seen)
+    attempt = last = Attempt(subject=subject, run=run, profile=seen, plain=seen)
     for tried in _list_attempts(attempt, inputs, asked):
         is_enough = tried.parts > 1 if wants_least else not _is_cheap(tried.levers)
         if found is not None and (is_enough or (not found[1].regions and not wants_least)):
             break
+        last = tried
+        if tried.levers and tried.cannot_fit(budget):
+            continue
         try:
             plan = tried.plan(budget)
         except BudgetError as error:
@@ -174,9 +190,13 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
             continue
         if found is None or (plan.peak_bytes < found[1].peak_bytes if wants_least else plan.step_s < found[1].step_s):
             found = (tried, plan)
-    if found is None:
-        raise min(refusals, key=lambda error: error.smallest_bytes)
-    return found
+    if found is not None:
+        return found
+    try:
+        return last, last.plan(budget)  # if it was passed over, the refusal tells of it
+    except BudgetError as error:
+        refusals.append(error)
+    raise min(refusals, key=lambda error: error.smallest_bytes)
 
 
 def _is_cheap(levers: tuple[PlannedLever, ...]) -> bool:

@@ -70,7 +70,7 @@ def plan(
     """
     import_scipy()
     wanted = _read_wish(budget) if isinstance(budget, Plan) else budget
-    asked = parse_budget(wanted, device_bytes=_find_device_bytes(profile))
+    asked = parse_budget(wanted, device_bytes=find_device_bytes(profile))
     work = work_for(profile, None if tiers is None else find_speed(tiers, profile, link_bytes_per_s))
     frontier = work.frontier(progress)
     margin = int((asked.bytes or 0) * find_margin_share(profile))
@@ -102,7 +102,8 @@ def _read_wish(plan: Plan) -> int | str:
     return told.budget if told.budget_bytes is None else told.budget_bytes
 
 
-def _find_device_bytes(profile: Profile) -> int | None:
+def find_device_bytes(profile: Profile) -> int | None:
+    """How much memory a profile's device has; None if it does not say."""
     if profile.capacity_bytes:
         return profile.capacity_bytes
     return profile.allocators[0].total_bytes if profile.allocators else None

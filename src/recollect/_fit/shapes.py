@@ -15,10 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from recollect._apply.handle import Applied
 from recollect._apply.model import apply
+from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
 from recollect._core.torch_private.pytree import tree_leaves
 
 _log = logging.getLogger("recollect")
+
+_WITH_LARGEST = "Fit it with its largest batch, or with several: recollect.fit(model, [batch, larger_batch], ...)"
+_IN_PARTS = "It was fitted to run in micro-batches: fitted.forward_backward(batch) cuts the batch and runs them"
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a model is called with."""
@@ -110,10 +114,10 @@ class PlanSwitch:
             self._has_told = True
             _log.warning(
                 "recollect.fit: %s is called with %s, larger than anything that it was fitted with: it now runs under "
-                "the plan with the smallest peak, and nobody has measured whether that fits. Fit it with its largest "
-                "batch, or with several: recollect.fit(model, [batch, larger_batch], ...)",
+                "the plan with the smallest peak, and nobody has measured whether that fits. %s",
                 type(model).__name__,
                 ", ".join(map(str, map(list, asked))),
+                _IN_PARTS if any(lever.name == MICRO_BATCHES for lever in wanted.levers) else _WITH_LARGEST,
             )
         self.put(model, wanted)
 

@@ -58,6 +58,11 @@ def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:
     return found
 
 
+def find_least_bytes(problem: Problem) -> int:
+    """What no schedule takes less than, found at once: some call reads and makes that much beside what stays."""
+    return max(_count_fixed(problem, moment, ()) for moment in range(len(problem.calls)))
+
+
 def _count_fixed(problem: Problem, moment: int, later: Collection[int]) -> int:
     """The bytes that are there at a call in any case: what lives through the step, what the call reads and makes."""
     call = problem.calls[moment]
