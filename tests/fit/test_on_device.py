@@ -114,3 +114,13 @@ def test_random_numbers_of_the_device_are_the_same_in_chunks_of_backward() -> No
     call_in_chunks(module, list(module.parameters()), tokens, chunks=4).sum().backward()
     assert len(seen) == 8
     assert all(torch.equal(one, other) for one, other in zip(seen[:4], seen[4:], strict=True))
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_what_regions_cost_the_host_is_measured_with_the_device(is_autocast: bool) -> None:  # noqa: FBT001
+    from recollect._fit.overheads import measure_overheads
+
+    before = torch.cuda.get_rng_state()
+    found = measure_overheads("cuda", is_autocast=is_autocast)
+    assert all(0 < one.region_s < 5e-3 for one in found.values())
+    assert torch.equal(before, torch.cuda.get_rng_state())

@@ -73,7 +73,7 @@ def plan(
     asked = parse_budget(wanted, device_bytes=find_device_bytes(profile))
     work = work_for(profile, None if tiers is None else find_speed(tiers, profile, link_bytes_per_s))
     frontier = work.frontier(progress)
-    margin = int((asked.bytes or 0) * find_margin_share(profile))
+    margin = int((asked.bytes or 0) * find_margin_share(profile, sends=tiers is not None))
     if asked.text == FASTEST:
         point = frontier.points[0]
     elif asked.text == SMALLEST:

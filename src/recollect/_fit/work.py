@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from recollect._core.profiles import Clock, Profile
 from recollect._fit.overheads import measure_overheads
 from recollect._fit.standard import list_standard
@@ -15,6 +17,7 @@ from recollect._plan.solvers.bound import Bound
 from recollect._profile.links import measure_copies, measure_disk
 
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
+_MARGIN_SENT = 0.02  # copies on their way hold values longer than their bytes say: 1.5% on an H200
 _TIERS = ("host", "disk", "host, disk")
 _PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
@@ -23,7 +26,8 @@ class Work:
     """What is worked out of one profile, for all budgets; lives with the profile."""
 
     def __init__(self, profile: Profile, link_bytes_per_s: float | None) -> None:
-        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s, overheads=_find_overheads(profile))
+        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s)
+        self.problem.overheads = _find_overheads(self.problem)
         self._frontier: Frontier | None = None
 
     def frontier(self, progress: Callable[[int, int], None] | None = None) -> Frontier:
@@ -40,13 +44,15 @@ class Work:
         return Bound(self.problem)
 
 
-def _find_overheads(profile: Profile) -> Mapping[str, Overhead]:
+def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:
     """What regions cost the host: measured here for steps that ran here, else what is usual."""
-    if profile.is_dry or not profile.modules:
+    profile = problem.plain
+    device = "cuda" if profile.clock is Clock.DEVICE else "cpu"
+    if profile.is_dry or not profile.modules or (device == "cuda" and not torch.cuda.is_available()):
         return USUAL
     known = profile.derived.get("overheads")
     if not isinstance(known, dict):
-        known = profile.derived["overheads"] = measure_overheads()
+        known = profile.derived["overheads"] = measure_overheads(device, is_autocast=bool(problem.casts))
     return known
 
 
@@ -100,8 +106,6 @@ def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None)
 
 
 def _measure_link(tier: str, profile: Profile) -> float:
-    import torch
-
     if tier == "disk":
         return min(link.bytes_per_s for link in measure_disk())
     if profile.is_dry or not torch.cuda.is_available():
@@ -110,8 +114,9 @@ def _measure_link(tier: str, profile: Profile) -> float:
     return min(speeds, default=_PCIE_BYTES_PER_S)
 
 
-def find_margin_share(profile: Profile) -> float:
-    """How far a plan stays below a budget, as a part of it: for what a profile does not see."""
+def find_margin_share(profile: Profile, *, sends: bool = False) -> float:
+    """How far a plan stays below a budget, as a part of it: for what a profile does not see, of copies above all."""
+    sent = _MARGIN_SENT if sends and profile.clock is not Clock.HOST else 0.0
     if profile.is_dry:
-        return _MARGIN_DRY
-    return _MARGIN_HOST if profile.clock is Clock.HOST else _MARGIN_DEVICE
+        return _MARGIN_DRY + sent
+    return _MARGIN_HOST if profile.clock is Clock.HOST else _MARGIN_DEVICE + sent

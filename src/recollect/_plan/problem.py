@@ -11,7 +11,7 @@ import functools
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class Problem:
         plain: the step as it was profiled.
         profile: the step as regions will find it: the same, unless they change it; see `Profile.under_regions`.
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
-        overheads: what regions cost the host, by their ways.
+        overheads: what regions cost the host, by their ways; whoever has measured it here sets it.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
@@ -86,17 +86,12 @@ class Problem:
         ValueError: the step has no backward, more than one, or was profiled under regions.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        *,
-        link_bytes_per_s: float | None = None,
-        overheads: Mapping[str, Overhead] = USUAL,
-    ) -> None:
+    def __init__(self, profile: Profile, *, link_bytes_per_s: float | None = None) -> None:
         self.plain = profile
         profile = profile.under_regions or profile
         _check(profile)
-        self.profile, self.link_bytes_per_s, self.overheads = profile, link_bytes_per_s, overheads
+        self.profile, self.link_bytes_per_s = profile, link_bytes_per_s
+        self.overheads: Mapping[str, Overhead] = USUAL
         self.calls = profile.calls
         self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
         self.forward_count = profile.forward_count
@@ -208,6 +203,17 @@ class Problem:
                 found.append(runs[bisect.bisect_right(runs, number, key=lambda one: one.first) - 1])
             known = self._around[number] = found
         return known
+
+    def count_torch_calls(self, numbers: Iterable[int]) -> int:
+        """How many calls of torch make these forward calls; where nobody knows, half of the calls are views."""
+        known, others = set[int](), 0
+        for number in numbers:
+            within = self.calls[number].within
+            if within is None:
+                others += 1
+            else:
+                known.add(within)
+        return len(known) + (others + 1) // 2
 
     def are_same(self, one: Run, other: Run) -> bool:
         """Whether two runs of a module make the same calls, so that what is kept of one is kept of the other."""

@@ -142,7 +142,10 @@ class _Stage:
             for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
         self._overhead_s = sum(
-            problem.overheads[treatment.way.value].seconds(run.stop - run.first, sum(len(calls) for _, calls in again))
+            problem.overheads[treatment.way.value].seconds(
+                problem.count_torch_calls(range(run.first, run.stop)),
+                *_count_again(problem, [call for _, calls in again for call in calls]),
+            )
             for run, treatment, again in found
         )
         self._order = order = Order(len(problem.calls), inserted)
@@ -344,3 +347,10 @@ def _find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
         if any(storage not in there and not problem.is_lasting(storage) for storage in storages)
     )
     return next(moments, max(run.end, run.start or 0))
+
+
+def _count_again(problem: Problem, calls: list[int]) -> tuple[int, int]:
+    """How many calls of torch these are, and how many of them draw random numbers."""
+    return problem.count_torch_calls(calls), problem.count_torch_calls(
+        call for call in calls if problem.calls[call].is_random
+    )

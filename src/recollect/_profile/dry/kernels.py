@@ -84,7 +84,9 @@ class Attention:
         order = ["flash", "efficient"]
         if self._device.capability in _CUDNN_PREFERRED:
             order.insert(0, "cudnn")
-        if all(t.dim() == 4 and t.stride(-1) == 1 for t in (query, key, value)):  # noqa: PLR2004
+        # A mask counts, too: the position bias of T5 is a permuted view of an embedding, and gets no kernel of its own.
+        is_masked_densely = mask is None or mask.stride(-1) == 1 or mask.shape[-1] == 1
+        if is_masked_densely and all(t.dim() == 4 and t.stride(-1) == 1 for t in (query, key, value)):  # noqa: PLR2004
             for kernel in order:
                 can = getattr(self, f"_can_{kernel}")
                 if can(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa):
