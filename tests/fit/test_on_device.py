@@ -117,7 +117,7 @@ def test_random_numbers_of_the_device_are_the_same_in_chunks_of_backward() -> No
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_what_regions_cost_the_host_is_measured_with_the_device(is_autocast: bool) -> None:  # noqa: FBT001
+def test_what_regions_cost_the_host_is_measured_with_the_device(is_autocast: bool) -> None:
     from recollect._fit.overheads import measure_overheads
 
     before = torch.cuda.get_rng_state()
