@@ -9,8 +9,8 @@ Dispatch modes are left alone: a mode around backward (a FLOP counter, say) sees
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -79,20 +79,36 @@ _DTYPES = {kind: torch.get_autocast_dtype(kind) for kind in _autocast_kinds()}  
 Autocast = tuple[Any, ...] | None
 
 
-def _read_autocast() -> Autocast:
+def _read_autocast() -> tuple[Any, ...]:
     """For each kind of device whether autocast is on and to which dtype, then its weight cache."""
     kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()]
     return (*kinds, torch.is_autocast_cache_enabled())
 
 
-@contextmanager
-def _autocast(state: Autocast) -> Iterator[None]:
-    kinds = _autocast_kinds()
-    *each, cache = state or (*((False, _DTYPES[kind]) for kind in kinds), True)
-    with ExitStack() as stack:
-        for kind, (enabled, dtype) in zip(kinds, each, strict=True):
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        yield
+def _put_autocast(state: Autocast) -> Callable[[], None]:
+    """Set autocast so; gives what sets it back.
+
+    By the switches themselves: a replay does it for each of its calls, and contexts for two kinds of devices take ten
+    times as long.
+    """
+    before = _read_autocast()
+    _set_autocast(state or (*((False, _DTYPES[kind]) for kind in _autocast_kinds()), True))
+    torch.autocast_increment_nesting()
+
+    def put_back() -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_autocast(before)
+
+    return put_back
+
+
+def _set_autocast(state: tuple[Any, ...]) -> None:
+    *each, is_cached = state
+    for kind, (is_enabled, dtype) in zip(_autocast_kinds(), each, strict=True):
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(is_cached)
 
 
 class Ambient:
@@ -118,7 +134,7 @@ class Ambient:
             for maker in self._makers or ():
                 stack.enter_context(maker())
             if autocast != self._autocast:
-                stack.enter_context(_autocast(self._autocast))
+                stack.callback(_put_autocast(self._autocast))
             if not is_same:
                 stack.callback(put_state(self._state))
         except BaseException:

@@ -74,6 +74,15 @@ class Replay:
         self._call(source.call)
         return None
 
+    def has(self, index: int) -> bool:
+        """Whether a saved tensor is there, so that no call has to be made for it."""
+        source = self._program.sources[index]
+        if type(source) is Inner:
+            return False
+        number = source.number if type(source) is View else cast("int", source)
+        view = self._views[number]
+        return self._has(number if view is None else view.number)
+
     def _value(self, number: int) -> Tensor:  # noqa: C901 (written out: it runs per value)
         """A tensor by its number, for one of its users."""
         view = self._views[number]

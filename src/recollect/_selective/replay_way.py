@@ -111,7 +111,7 @@ class ReplaySession:
         """A saved tensor; None for one inside a call, which was filled in."""
         grad_was_enabled = torch.is_grad_enabled()
         ambient = None
-        if not self._is_as_before or any_autocast_enabled():
+        if (not self._is_as_before or any_autocast_enabled()) and not self._replay.has(index):
             ambient = self._around.restore_ambient()
         if grad_was_enabled:
             set_grad_enabled(False)
