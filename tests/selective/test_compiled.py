@@ -1,7 +1,8 @@
 """Compiled code inside a region under a policy: it stays compiled, and computes what it computes outside."""
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -70,6 +71,38 @@ def test_compiled_code_stays_compiled_and_is_compiled_once(make: Callable[[Backe
         assert torch.equal(found, expected)
         assert backend.compiled == 1
         assert step == 0 or backend.run > before
+
+
+class Registry:
+    """Where a library keeps what it has compiled: no search from a function leads there."""
+
+    found: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
+
+
+class Looking(nn.Module):
+    """Calls compiled code that it finds in a library, as Transformers does with its attention."""
+
+    def __init__(self, find: str) -> None:
+        super().__init__()
+        self.up, self.down, self._find = nn.Linear(8, 8), nn.Linear(8, 8), find
+
+    def forward(self, x: Tensor) -> Tensor:
+        library = importlib.import_module(__name__)
+        out: Tensor = self.down(vars(library)["Registry"].found[self._find](self.up(x))).tanh()
+        return out
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_compiled_code_that_no_search_finds_saves_the_same_again(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that learns runs it as it is written, and so does its recomputation; later ones run it compiled."""
+    code = torch.compile(lambda x: (x.sin().exp() * x.cos()).tanh().sigmoid() * x, backend="aot_eager")
+    monkeypatch.setitem(Registry.found, "code", code)
+    net, x = Looking("code"), torch.randn(4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(net(x).sum(), [x])
+    region = recollect.checkpoint(net, policy=policy)
+    for _ in range(4):
+        (found,) = torch.autograd.grad(region(x).sum(), [x])
+        assert torch.equal(found, expected)
 
 
 def test_compiled_code_that_only_forward_runs_does_not_shift_what_is_kept() -> None:

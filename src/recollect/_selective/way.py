@@ -238,6 +238,7 @@ class SelectiveWay(Rerun):
         if self._again is not None:
             # Without knowing where the generators stood after each block, a region that draws must run them all again.
             self._again.knows_states = (decisions.draws is not False or not draws) and not decisions.has_backward
+            self._again.is_uncompiled = self._recording is not None and asker is not None and asker.saw_compiled
         decisions.draws = bool(decisions.draws) or draws
         is_as_learned = self._is_as_learned(frame, mode)
         if self._is_decided_outside:
