@@ -173,7 +173,7 @@ class Replay:
                 put_back(now)
         if call.is_single:
             number = call.outs[0]
-            if number == wanted or (number >= 0 and self._uses[number] > 0):
+            if number >= 0 and (number == wanted or self._uses[number] > 0):
                 self._values[number] = result.detach() if result.requires_grad else result
             return
         made = [part for part in result if isinstance(part, Tensor)]

@@ -202,6 +202,14 @@ def test_numpy_and_conversions_are_told_what_they_are() -> None:
     assert layer.weight.dtype is torch.float32
 
 
+def test_a_tensor_that_the_step_brings_along_may_be_on_any_device() -> None:
+    """As the batch of a closure is on a real device, where fakes are on none."""
+    layer, tokens = nn.Embedding(8, 2), torch.zeros(3, dtype=torch.long, device="meta")
+    with dry_step([layer], (), device=CPU):
+        assert layer(tokens).shape == (3, 2)
+        assert torch.stack([tokens, tokens]).shape == (2, 3)
+
+
 def test_a_tensor_on_another_device_is_told_to_be_given() -> None:
     expected = r"said '.*two.* devices.*': the step uses a tensor on a device that it was neither given nor finds"
     with pytest.raises(ValueError, match=expected), dry_step([], torch.ones(2), device=CPU) as dry:

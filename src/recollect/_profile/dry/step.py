@@ -38,6 +38,7 @@ from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
 from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
+from recollect._profile.dry.loose import LooseTensors
 from recollect._profile.dry.roofline import Device, find_host_costs
 from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
@@ -151,6 +152,7 @@ def dry_step(
             stack.enter_context(faked)
         translation = stack.enter_context(translated(device)) if device.is_cuda else None
         stack.enter_context(Answers(lambda said: None if said in notes else notes.append(said)))
+        stack.enter_context(LooseTensors(fakes))
         yield DryStep(given, device, host_costs=host_costs, modules=modules, translation=translation, notes=notes)
 
 
