@@ -1,4 +1,4 @@
-"""Tensors that a dry step brings along itself, in a closure or a global: fakes stand for them, as for those given to it."""
+"""Tensors that a dry step brings along itself, in a closure or a global: fakes stand for them too."""
 
 from __future__ import annotations
 
