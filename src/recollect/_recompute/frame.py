@@ -73,7 +73,17 @@ class Frame:
     __slots__ = (
         *("__weakref__", "around", "contexts", "entered", "evidence", "filled_by", "fn", "handles", "held", "inputs"),
         *("is_differentiated", "is_home", "is_open", "kept", "keeps_graph", "lock", "log", "memory", "metas", "name"),
-        *("nested", "options", "outputs", "outputs_seen", "lingering", "recompute_context", "session", "stops_early"),
+        *(
+            "nested",
+            "options",
+            "outputs",
+            "outputs_seen",
+            "lingering",
+            "recompute_context",
+            "reports",
+            "session",
+            "stops_early",
+        ),
         *("thread", "values", "was_filled", "way"),
     )
 
@@ -95,7 +105,8 @@ class Frame:
         self.is_differentiated = False
         self.filled_by: Any = None
         self.outputs = 0  # differentiable ones; 0 while unknown
-        self.outputs_seen = (-1, 0)  # a pass, and how many outputs it has reached
+        self.reports: list[ref[Any]] = []  # of several outputs, the hooks that report: each goes with its node
+        self.outputs_seen: tuple[int, set[int]] = (-1, set())  # a pass, and the outputs that it has reached
         self.evidence: Evidence | None = None
         self.log: OpLog | None = None
         self.contexts: list[AbstractContextManager[Any]] | None = None
@@ -220,28 +231,32 @@ class Frame:
         if self.evidence is not None:
             self.evidence.flush()
         self.around.settle()
-        self.inputs.settle()
         self.is_open = False
         if self.handles:
             self._count_outputs(result)
+        self.inputs.settle()
         self.way.settle(self)
 
     def _count_outputs(self, result: Any) -> None:
         """Find out how a backward pass will show that it reaches all of the region's saved tensors.
 
         With one differentiable output, the first saved tensor that is asked for shows it. With several, each
-        output's node reports when a pass runs it.
+        output's node reports when a pass runs it. An argument that is passed on comes from outside, and does not count.
         """
         if isinstance(result, Tensor):
             self.outputs = 1
             return
+        assert self.inputs is not None
         leaves = tree_leaves(result) if is_container(type(result)) else ()
-        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not self.inputs.has_given(leaf)]
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         self.outputs = len(nodes)
         if self.outputs > 1:
-            report = WeakMethod(self.output_runs)
-            for node in nodes:
-                node.register_prehook(lambda gradients: reach(gradients) if (reach := report()) is not None else None)
+            reach = WeakMethod(self.output_runs)
+            for index, node in enumerate(nodes):
+                report = _Report(reach, index)
+                self.reports.append(ref(report))
+                node.register_prehook(report)
 
     # Backward. Values are known by their index, the handle's distance from the first: a handle among them would live.
     @untraced
@@ -430,19 +445,29 @@ class Frame:
         self.lingering.clear()
         self.session = None
 
-    def output_runs(self, _gradients: Any) -> None:
+    def output_runs(self, index: int) -> None:
         """Called by each of several outputs when a pass reaches it."""
         pass_id = current_pass()
-        seen_in, seen = self.outputs_seen
-        self.outputs_seen = (pass_id, seen + 1 if seen_in == pass_id else 1)
+        if self.outputs_seen[0] != pass_id:
+            self.outputs_seen = (pass_id, set())
+        self.outputs_seen[1].add(index)
         self._release_if_last()
 
     def _is_last(self) -> bool:
-        """Whether the running pass frees the graph and reaches every output: no recomputation follows its own."""
+        """Whether the running pass frees the graph and reaches every output: no recomputation follows its own.
+
+        An output that nobody used is gone with its node, and its report.
+        """
         if self.keeps_graph or self.is_differentiated or pass_is_partial():
             return False
+        if self.outputs == 1:
+            return True
         seen_in, seen = self.outputs_seen
-        return self.outputs == 1 or (seen == self.outputs and seen_in == current_pass())
+        return (
+            bool(seen)
+            and seen_in == current_pass()
+            and all(index in seen or report() is None for index, report in enumerate(self.reports))
+        )
 
     def _release_if_last(self) -> None:
         """Let the inputs go if this pass has recomputed and no other will."""
@@ -452,6 +477,8 @@ class Frame:
     def _release(self) -> None:
         """Let the inputs go. A value that the pass does not reach after all (of a tensor that leaked out) stays."""
         self.inputs = self.fn = self.recompute_context = None
+        if self.session is not None:
+            self.session.be_last()
 
     def expire(self) -> None:
         """The pass is over: values that nobody asked for go, unless the inputs are gone already."""
@@ -463,6 +490,20 @@ class Frame:
         """What the frame itself holds: what each is, and the tensor or what enclosing hooks gave for it."""
         found = [] if self.inputs is None else self.inputs.held_tensors()
         return found + self.way.held(self)
+
+
+class _Report:
+    """Hook of one of several outputs: tells the frame, which it holds weakly, when a pass reaches it."""
+
+    __slots__ = ("__weakref__", "_index", "_reach")
+
+    def __init__(self, reach: WeakMethod[Any], index: int) -> None:
+        self._reach, self._index = reach, index
+
+    def __call__(self, _gradients: Any) -> None:
+        reach = self._reach()
+        if reach is not None:
+            reach(self._index)
 
 
 class Expiry:

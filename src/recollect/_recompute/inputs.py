@@ -30,6 +30,7 @@ class Inputs:
         "_arguments",
         "_changed",
         "_constants",
+        "_given",
         "_held",
         "_originals",
         "_requires_grad",
@@ -57,6 +58,7 @@ class Inputs:
         self._changed: int | None = None
         # Tensors without gradient come back as the very same objects, if they are still alive.
         self._constants: list[tuple[int, ref[Tensor]]] = []
+        self._given: list[ref[Tensor]] = []  # those with a history of their own
         if hooks is not None and self._tensors:
             pack, self._unpack = hooks
             is_ours = frame_of(pack) is not None
@@ -84,6 +86,7 @@ class Inputs:
                 alias = cut[id(tensor)] = tensor.detach()
                 if requires_grad:
                     alias.requires_grad_()
+                    self._given.append(ref(tensor))
             if not requires_grad:
                 self._constants.append((index, ref(tensor)))
             held[index] = alias
@@ -97,6 +100,12 @@ class Inputs:
         """Each tensor argument, as its caller wrote it, with the tensor, the enclosing region's slot, or what else."""
         held = [(index, self._held[index]) for index in self._arguments.tensors]
         return [(self._arguments.describe(index), find_slot(value, self._unpack) or value) for index, value in held]
+
+    def has_given(self, tensor: Tensor) -> bool:
+        """Until `settle`: whether this is one of the arguments."""
+        if self._originals is not None:
+            return any(tensor is original for original in self._originals)
+        return any(tensor is given() for given in self._given)
 
     def settle(self) -> None:
         """At exit: see whether the function wrote into tensors that enclosing hooks now hold, and let those go."""

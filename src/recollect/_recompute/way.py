@@ -37,6 +37,9 @@ class Session(Protocol):
     def take(self, index: int) -> Tensor | None:
         """Saved tensor `index`; None if it was among several that were filled in at once."""
 
+    def be_last(self) -> None:
+        """No other pass will follow: what is used for the last time may go."""
+
 
 class Way(Protocol):
     """How frames get their values back."""

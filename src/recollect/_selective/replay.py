@@ -62,6 +62,14 @@ class Replay:
         self._depth = 0
         self._inputs = {number: leaves[index] for number, index in program.inputs.items() if uses[number]}
 
+    def be_last(self) -> None:
+        """No other replay will follow: what was kept goes with its last use."""
+        if self._is_last:
+            return
+        self._is_last = True
+        held = self._bound.held
+        self._bound.held = [None if left <= 0 else value for value, left in zip(held, self._uses, strict=True)]
+
     def take(self, index: int) -> Tensor | None:
         """The value of a saved tensor by its index; None for an inner one, which was given to `fill`."""
         source = self._program.sources[index]

@@ -107,6 +107,10 @@ class ReplaySession:
         if ambient is not None:
             ambient.close()
 
+    def be_last(self) -> None:
+        """No other pass will follow."""
+        self._replay.be_last()
+
     def take(self, index: int) -> Tensor | None:
         """A saved tensor; None for one inside a call, which was filled in."""
         grad_was_enabled = torch.is_grad_enabled()
