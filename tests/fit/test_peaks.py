@@ -121,7 +121,8 @@ def test_the_peak_is_the_predicted_one(case: tuple[nn.Module, Tensor, Profile], 
     floor = recollect.plan(seen, budget="min")
     budget = int(seen.peak_bytes * share) if isinstance(share, float) else 0
     plan = floor if budget < floor.peak_bytes * 1.01 else recollect.plan(seen, budget=budget)
-    assert measure(model, x, plan) == pytest.approx(plan.peak_bytes, rel=0.03)
+    # What a caller may still hold counts, so that it may be less.
+    assert 0.95 * plan.peak_bytes <= measure(model, x, plan) <= 1.001 * plan.peak_bytes
 
 
 def test_what_a_module_from_elsewhere_does_belongs_to_its_caller() -> None:
