@@ -35,7 +35,7 @@ Way = Callable[[nn.Module, Callable[[], None], int], AbstractContextManager[obje
 def make(options: argparse.Namespace, tokens: int) -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    with torch.device(options.device):  # there in seconds, on the host in half a minute
+    with torch.device(options.device):  # not on the host first: it is made anew for each length
         model = LlamaLike(options.dim, options.layers, tokens).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=options.device == "cuda")
     ids = torch.randint(0, 32000, (options.batch, tokens), device=options.device)

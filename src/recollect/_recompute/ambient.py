@@ -88,8 +88,8 @@ def _read_autocast() -> tuple[Any, ...]:
 def _put_autocast(state: Autocast) -> Callable[[], None]:
     """Set autocast so; gives what sets it back.
 
-    By the switches themselves: a replay does it for each of its calls, and contexts for two kinds of devices take ten
-    times as long.
+    By the switches themselves, not by contexts, because a replay does it for each of its calls: with one kind of device
+    5.7 µs instead of 8.
     """
     before = _read_autocast()
     _set_autocast(state or (*((False, _DTYPES[kind]) for kind in _autocast_kinds()), True))
