@@ -25,7 +25,8 @@ from recollect._fit.fit import fit
 from recollect._fit.fitted import Fitted
 from recollect._fit.plan import plan
 from recollect._inspect.explain import explain
-from recollect._inspect.oom.watch import OomReport, on_oom
+from recollect._inspect.oom.report import OomReport
+from recollect._inspect.oom.watch import on_oom
 from recollect._inspect.profile import profile
 from recollect._inspect.report import report
 from recollect._inspect.saved import print_saved

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import recollect
-from recollect._fit.overheads import measure_overheads
+from recollect._fit.overheads import _FARTHEST, measure_overheads
 from recollect._fit.work import work_for
 from recollect._plan.overheads import USUAL
 from recollect._selective.knowledge import all_knowledge
@@ -17,7 +17,8 @@ def test_each_way_has_a_price_of_its_own_that_is_near_the_usual_one() -> None:
     known = len(all_knowledge())
     found = measure_overheads()
     assert found.keys() == USUAL.keys()
-    assert all(0 < one.region_s < 10 * USUAL[way].region_s for way, one in found.items())
+    for way, one in found.items():  # however slow the machine
+        assert USUAL[way].region_s / _FARTHEST <= one.region_s <= USUAL[way].region_s * _FARTHEST
     assert found["replay"] != USUAL["replay"]
     assert len(all_knowledge()) == known
 

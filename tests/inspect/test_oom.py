@@ -28,8 +28,9 @@ from recollect._inspect.oom import watch as oom
 from recollect._inspect.oom.alive import Alive, SavedPlace
 from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.oom.remedies import Candidate, find_remedies
+from recollect._inspect.oom.report import OomReport
 from recollect._inspect.oom.text import format_report
-from recollect._inspect.oom.watch import OomReport, on_oom
+from recollect._inspect.oom.watch import on_oom
 from tests.watching import backward, what_is_in_force
 
 MEBIBYTE = 2**20

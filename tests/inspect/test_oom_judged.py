@@ -12,8 +12,8 @@ import recollect
 from recollect._inspect.oom.alive import Alive
 from recollect._inspect.oom.error import Shortage
 from recollect._inspect.oom.judged import ALLOWANCE, Judged, Judgement, judge
+from recollect._inspect.oom.report import _judge
 from recollect._inspect.oom.text import _format_judgement
-from recollect._inspect.oom.watch import _judge
 from recollect._profile.given import Given
 from recollect._profile.memory import LiveBytes
 from recollect._profile.tracks import Tracks

@@ -586,7 +586,7 @@ def test_values_of_a_device_without_streams_stay() -> None:
     def refuse(device: torch.device) -> Any:
         raise NotImplementedError(f"no streams on {device}")
 
-    session.transfers._make_lanes = refuse
+    session.transfers._lanes._make = refuse
     x = torch.randn(16, requires_grad=True)
 
     def train() -> None:

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from recollect._apply.blocks import find_blocks
 from recollect._apply.caches import caches_left_out
-from recollect._core.calls import Category, Phase
 from recollect._core.held import fills_cache
-from recollect._core.patterns import plain_path
-from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile, RuleEntry
+from recollect._core.profiles import AllocatorEntry, Clock, Profile, RuleEntry
 from recollect._core.torch_private.engine import top_hooks
-from recollect._core.torch_private.pytree import tree_leaves
 from recollect._inspect.costs import cost_calls
+from recollect._inspect.limits import list_limits
+from recollect._inspect.optimizer_steps import OptimizerSteps
 from recollect._inspect.packed import Packed
 from recollect._inspect.plain import PlainTimes, time_plainly
+from recollect._inspect.roots import (
+    include_roots,
+    list_block_paths,
+    list_modules,
+    unwrap_replicas,
+)
 from recollect._inspect.rules import describe_rules
 from recollect._inspect.surroundings import describe_device, device_of, list_generators, quick_collections
-from recollect._profile.assemble import Known, assemble, include_all
+from recollect._profile.assemble import Known, assemble
 from recollect._profile.capture import Capture
-from recollect._profile.snapshot import Snapshot, name_states
-from recollect._profile.storage_log import BEFORE
+from recollect._profile.snapshot import Snapshot
 from recollect._profile.timing import NoTimer, Span, timer_for
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from recollect._profile.dry.roofline import Device
     from recollect._profile.dry.step import DryStep
     from recollect._profile.dry.translate import Translation
-    from recollect._profile.optimizer import Kind, Shadow
+    from recollect._profile.optimizer import Kind
 
 _REHEARSALS = 2  # after a first step, which is watched; regions under policies replay from the fourth call on at latest
 _CUDA_ROUNDING = 512
@@ -74,7 +77,7 @@ class StepProfiler:
         restores: bool = True,
         progress: Callable[[int, int | None], None] | None = None,
     ) -> None:
-        self._modules = [cast("nn.Module", module.module) if _is_replica(module) else module for module in modules]
+        self._modules = unwrap_replicas(modules)
         self._optimizers, self._optimizer, self._dry, self._name = optimizers, optimizer, dry, name
         self._device = device_of(self._modules, inputs)
         self._inputs, self._progress = inputs, progress
@@ -106,8 +109,15 @@ class StepProfiler:
         )
         self._known = Known(device=self._device)
         self._notes: list[str] = []
-        self._stepped: list[str] = []
-        self._shadows: list[Shadow] = []
+        self._steps = OptimizerSteps(
+            self._capture,
+            self._known,
+            modules=self._modules,
+            optimizers=self._optimizers,
+            kind=self._optimizer,
+            is_cuda=self._is_cuda,
+            is_dry=self._dry is not None,
+        )
 
     def take(
         self,
@@ -134,7 +144,8 @@ class StepProfiler:
             if all_knowledge():
                 for _ in range(_REHEARSALS):
                     self._rewind()
-                    with self._leaving_optimizers():
+                    # Nothing could put back what optimizers of a device write.
+                    with self._steps.left_out() if self._restores and self._is_cuda else nullcontext():
                         step()
                 self._rewind()
                 self._begin()
@@ -210,10 +221,12 @@ class StepProfiler:
         self._rules = describe_rules(self._modules)
         if self._is_cleared:
             self._snapshot.clear_gradients()
-        self._include()
+        include_roots(
+            self._capture, self._known, modules=self._modules, optimizers=self._optimizers, inputs=self._inputs
+        )
         if self._dry is None and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._shadowing = self._shadow_optimizers() if self._restores and self._is_cuda else ExitStack()
+        self._shadowing = self._steps.begin_shadowing() if self._restores and self._is_cuda else ExitStack()
         self._stack.push(self._shadowing)
         self._capture.__enter__()
 
@@ -226,8 +239,8 @@ class StepProfiler:
         if self._restores:
             for module in self._modules:
                 self._snapshot.note_set_up(module)
-        self._count_new_states()
-        self._step_on_fakes()
+        self._steps.count_new_states()
+        self._steps.step_if_none_did()
 
     def _time(self, step: Callable[[], object]) -> PlainTimes | None:
         """Time the step unwatched; a step that cannot be run again is left at what was seen."""
@@ -255,35 +268,15 @@ class StepProfiler:
         if self._dry is not None:
             self._dry.clear_gradients()
 
-    @contextmanager
-    def _leaving_optimizers(self) -> Iterator[None]:
-        """Let optimizers of a device not step: nothing could put back what they write."""
-        with ExitStack() as stack:
-            if self._restores and self._is_cuda:
-                from recollect._profile.optimizer import without_steps
-
-                for optimizer in self._optimizers:
-                    stack.enter_context(without_steps(optimizer))
-            yield
-
     def _let_go(self) -> None:
         """Hold nothing of the step any more, without waiting for the garbage collector: some of it hangs in circles."""
-        del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known, self._shadows
+        del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known, self._steps
 
     def _note(self) -> None:
         for module in self._modules:
             self._snapshot.note_module(module)
         for optimizer in self._optimizers:
             self._snapshot.note_optimizer(optimizer)
-
-    def _shadow_optimizers(self) -> ExitStack:
-        """Let the optimizers step on fake tensors: copying what they write to the host takes longer than the step."""
-        from recollect._profile.optimizer import with_shadow_steps
-
-        with ExitStack() as stack:
-            for optimizer in self._optimizers:
-                stack.enter_context(with_shadow_steps(optimizer, self._follow, on_cuda=True))
-            return stack.pop_all()
 
     def _put_back(self) -> None:
         try:
@@ -297,67 +290,6 @@ class StepProfiler:
         if self._restores:
             self._snapshot.restore()
         put_back(self._states)
-
-    def _include(self) -> None:
-        capture, known = self._capture, self._known
-        for prefix, module in self._named_roots():
-            capture.places.learn(module, prefix.rstrip("."))
-            buffers = [(prefix + plain_path(path), tensor) for path, tensor in module.named_buffers()]
-            include_all(capture, known, buffers, Category.BUFFER)
-        include_all(capture, known, self._named_parameters(), Category.PARAMETER)
-        paths = {id(parameter): path for path, parameter in self._named_parameters()}
-        for optimizer in self._optimizers:
-            include_all(capture, known, name_states(optimizer, paths), Category.OPTIMIZER)
-        leaves = [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
-        include_all(capture, known, ((f"input {at}", leaf) for at, leaf in enumerate(leaves)), Category.INPUT)
-
-    def _named_roots(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules, with what their paths begin with: nothing, or for the second and later ones their class."""
-        for number, module in enumerate(self._modules):
-            yield f"{type(module).__name__}." if number else "", module
-
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, module in self._named_roots():
-            for path, tensor in module.named_parameters():
-                yield prefix + plain_path(path), tensor
-
-    def _count_new_states(self) -> None:
-        """Count what optimizers made for themselves in this step, their first, as if it had been there: later it is."""
-        paths = {id(parameter): path for path, parameter in self._named_parameters()}
-        for optimizer in self._optimizers:
-            for name, state in name_states(optimizer, paths):
-                self._known.add(self._capture.storages.count_from_start(state), Category.OPTIMIZER, name)
-
-    def _step_on_fakes(self) -> None:
-        """Let the given optimizer step, if none did: its state counts from before the step, its calls come last."""
-        optimizer = self._optimizer
-        if self._capture.optimizers or self._stepped:
-            return
-        if optimizer is None:
-            self._notes.append("no optimizer was given: its state is taken as 0, and its step is left out")
-            return
-        from recollect._profile.optimizer import shadow_of  # not at import: fake tensors bring much of torch along
-
-        parameters = [parameter for _, parameter in self._named_parameters()]
-        with shadow_of(optimizer, parameters, on_cuda=self._is_cuda) as shadow:
-            self._follow(shadow)
-
-    def _follow(self, shadow: Shadow) -> None:
-        """Let an optimizer's shadow step, whose state was there before and stays."""
-        capture = self._capture
-        self._shadows.append(shadow)
-        for fake, real in shadow.pairs():
-            for number in capture.include(real):
-                capture.storages.alias(fake.untyped_storage(), number)
-        for state in shadow.states:
-            number = capture.storages.number(state.untyped_storage(), state.device, BEFORE, is_given=True)
-            self._known.add([number], Category.OPTIMIZER, "")
-        with capture.following() as watch:
-            shadow.step(watch)
-        self._stepped.append(shadow.name)
-        self._notes += shadow.notes
-        if self._dry is None and not shadow.notes:
-            self._notes.append(f"the step of {shadow.name} was not run: its memory and time are estimated")
 
     def _read_allocator(self) -> tuple[AllocatorEntry, ...]:
         if self._device.type != "cuda" or self._dry is not None:
@@ -373,13 +305,21 @@ class StepProfiler:
     def _conclude(self) -> Profile:
         capture, known, dry = self._capture, self._known, self._dry
         model = self._memory_model
-        entries = list(self._list_modules())
+        places = capture.whereabouts.places
+        entries = list(list_modules(places))
         known.paths = frozenset(entry.path for entry in entries)
-        known.blocks = frozenset(self._find_block_paths())
+        known.blocks = frozenset(list_block_paths(places, self._modules))
         parts = assemble(capture, known, self._spans)
         rules = describe_rules(self._modules)
-        self._notes += self._limits(rules)
-        names = [*self._stepped, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
+        self._notes += list_limits(
+            capture,
+            self._modules,
+            before=self._rules,
+            after=rules,
+            missed=self._snapshot.count_missed() if self._restores else 0,
+            is_dry=dry is not None,
+        )
+        names = [*self._steps.names, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
         return Profile(
             storages=parts.storages,
             calls=tuple(
@@ -407,7 +347,7 @@ class StepProfiler:
             modules=tuple(entries),
             rules=rules,
             allocators=self._allocators,
-            notes=(*self._notes, *(() if dry is None else dry.notes)),
+            notes=(*self._steps.notes, *self._notes, *(() if dry is None else dry.notes)),
         )
 
     def _find_device(self) -> Device | None:
@@ -419,39 +359,6 @@ class StepProfiler:
         with suppress(ValueError):
             return find_device(self._device)
         return None
-
-    def _limits(self, rules: tuple[RuleEntry, ...]) -> Iterator[str]:
-        """What keeps this profile from being that of a usual step, in sentences."""
-        if self._dry is not None and rules:
-            yield "regions under policies hold more on fake tensors than in real steps, in which they learn"
-        elif len(rules) > len(self._rules):
-            yield "regions ran for the first time under their policies and learned: later steps take less"
-        if not any(call.phase is Phase.BACKWARD for call in self._capture.calls):
-            yield "no backward ran, so it is not known what would be kept for it"
-        missed = self._snapshot.count_missed() if self._restores else 0
-        if missed:
-            yield (
-                f"of the parameters and buffers {missed} changed past the profiler, as on another thread: they are not "
-                "put back, and what runs there is not seen"
-            )
-        if self._capture.saw_torch_checkpoint:
-            yield "torch.utils.checkpoint recomputes here: what it keeps to do so is not among what is saved"
-        if any(map(_is_compiled, self._modules)) and self._dry is None:
-            yield "compiled code is seen from outside: only the operators that it calls at run time are recorded"
-
-    def _list_modules(self) -> Iterator[ModuleEntry]:
-        seen: set[str] = set()
-        for module, path in self._capture.places.modules():
-            if path not in seen:
-                seen.add(path)
-                yield ModuleEntry(path=path, kind=type(module).__name__)
-
-    def _find_block_paths(self) -> Iterator[str]:
-        paths = {id(module): path for module, path in self._capture.places.modules()}
-        for root in self._modules:
-            for block in find_blocks(root):
-                if id(block) in paths:
-                    yield paths[id(block)]
 
 
 def _memory_model_of(device: torch.device) -> Translation | None:
@@ -468,14 +375,3 @@ def region_here() -> str:
     hooks = top_hooks(True)  # noqa: FBT003
     frame: Frame | None = None if hooks is None else frame_of(hooks[0])
     return "" if frame is None else frame.name
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return any(
-        type(part).__name__ == "OptimizedModule" or vars(part).get("_compiled_call_impl") is not None
-        for part in module.modules()
-    )
-
-
-def _is_replica(module: nn.Module) -> bool:
-    return type(module).__name__ in ("DistributedDataParallel", "DataParallel")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 
+from recollect._core.units import format_bytes
+
 
 class Notices:
     """Warnings that wait to be given. Any thread may add one.
@@ -24,6 +26,23 @@ class Notices:
         if kind not in self._said:
             self._said.add(kind)
             self.waiting.append(message)
+
+    def add_in_host(self) -> None:
+        """Values are in host memory by nature, and nothing slower is at hand."""
+        self.add(
+            "host",
+            "values that are in host memory already stay where they are: sending them to the host tier would free "
+            "nothing.\nOn a machine without an accelerator use the disk tier: recollect.offload(tier='disk').",
+        )
+
+    def add_no_room(self, what: str, *, limit: int | None) -> None:
+        """Host memory is used up, or as much of it as the user allows; `what` says which value stays where."""
+        why = "no more host memory" if limit is None else f"the host limit of {format_bytes(limit)} is reached"
+        self.add(
+            "limit",
+            f"{why}: {what}, and so does whatever finds no room.\n"
+            "Raise `limit`, or let the rest go to disk: tier=('host', 'disk').",
+        )
 
     def give(self) -> None:
         """Warn of what was noted; called without a lock."""

@@ -12,15 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from recollect._core.errors import OffloadError, TierFullError
 from recollect._core.travel import Move, News, listeners
-from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts
+from recollect._offload.copies import make_copy_back, make_copy_out
+from recollect._offload.device_lanes import LanesByDevice
 from recollect._offload.jobs import ReadJob
 from recollect._offload.kinds import Kind, bytes_of
 from recollect._offload.notices import Notices
@@ -60,8 +60,7 @@ class Transfers:
         self.host, self.slow, self._staging, self.accounts = host, slow, staging, accounts
         self.notices = Notices()
         self._workers = None if slow is None else Workers(slow, staging, in_flight, self.notices)
-        self._make_lanes = make_lanes
-        self._lanes: dict[torch.device, Lanes | Literal[False] | None] = {}
+        self._lanes = LanesByDevice(make_lanes, self.notices)
         self._left_early: deque[int] = deque()  # sizes of parcels that died on their way out
         self._leaving_bytes = 0
         self.turn = 0
@@ -77,24 +76,9 @@ class Transfers:
 
     def can_carry(self, kind: Kind) -> bool:
         """Whether values of a kind can travel: a device without streams has no lanes, and its values stay."""
-        device = kind.device
-        if device not in self._lanes:
-            self._lanes[device] = self._find_lanes(device)
-        lanes = self._lanes[device]
+        lanes = self._lanes.of(kind.device)
         kind.lanes = lanes or None
         return lanes is not False
-
-    def _find_lanes(self, device: torch.device) -> Lanes | Literal[False] | None:
-        """The lanes of a device; None if values there are in host memory by nature, False if there are none."""
-        if device.type == "meta" or (device.type == "cpu" and self._make_lanes is DeviceLanes):
-            return None if device.type == "cpu" else False
-        try:
-            return self._make_lanes(device)
-        except (RuntimeError, NotImplementedError) as error:
-            self.notices.add(
-                f"{device}", f"values on {device} stay there: copies beside its work are not possible ({error})"
-            )
-            return False
 
     # Out.
 
@@ -112,7 +96,7 @@ class Transfers:
             if parcel.lanes is None:
                 self._send_from_host(parcel, alias)
                 continue
-            copy = self._make_copy_out(parcel, alias)
+            copy = self._begin_copy_out(parcel, alias)
             if copy is None:
                 continue
             if leaving and leaving[-1].lanes is not parcel.lanes:
@@ -123,7 +107,7 @@ class Transfers:
         if leaving:
             self._copy_out(leaving, copies)
 
-    def _make_copy_out(self, parcel: Parcel, alias: Tensor) -> Copy | None:
+    def _begin_copy_out(self, parcel: Parcel, alias: Tensor) -> Copy | None:
         """From a device to the host; None if there is no room."""
         kind, accounts = parcel.kind, self.accounts
         buffer = None if self.host is None else self.host.pool.take(kind.travel_bytes)
@@ -134,11 +118,7 @@ class Transfers:
             buffer = self._workers.take_staging(kind.travel_bytes, accounts)
             parcel.goes_on = True
         parcel.buffer = buffer
-        if kind.is_dense:
-            return Copy(buffer.shaped(kind), alias, parcel.stream, buffer.busy, accounts.out_times)
-        flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
-        through = None if kind.codec is None else kind.codec.encode
-        return Copy(buffer.bytes, flat, parcel.stream, buffer.busy, accounts.out_times, through)
+        return make_copy_out(parcel, alias, buffer, accounts.out_times)
 
     def _copy_out(self, parcels: Sequence[Parcel], copies: Sequence[Copy]) -> None:
         """All from one device."""
@@ -177,11 +157,7 @@ class Transfers:
         kind = parcel.kind
         if self._workers is None and not self.copies_host:
             parcel.stays = True
-            self.notices.add(
-                "host",
-                "values that are in host memory already stay where they are: sending them to the host tier would free "
-                "nothing.\nOn a machine without an accelerator use the disk tier: recollect.offload(tier='disk').",
-            )
+            self.notices.add_in_host()
             return
         flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
         if kind.codec is not None:
@@ -240,9 +216,8 @@ class Transfers:
             self._hold(last.lanes, last.stream, last.out)
 
     def _tell(self, move: Move, parcel: Parcel, storage: torch.UntypedStorage | None) -> None:
-        name = self.slow.name if self.slow is not None and parcel.written is not None else "host"
-        news = News(move=move, value=id(parcel), storage=storage, bytes=parcel.kind.travel_bytes, tier=name)
-        listeners.tell(news)
+        size, tier = parcel.kind.travel_bytes, self._name_tier(parcel)
+        listeners.tell(News(move=move, value=id(parcel), storage=storage, bytes=size, tier=tier))
 
     def _hold(self, lanes: Lanes | None, stream: object, mark: Mark) -> None:
         assert lanes is not None
@@ -306,7 +281,7 @@ class Transfers:
             elif coming[-1].lanes is not lanes:
                 self._copy_back(coming, copies)
                 coming, copies, stream = [], [], lanes.current()
-            copy = self._make_copy_back(parcel, stream, buffer)
+            copy = make_copy_back(parcel, stream, buffer, self.accounts.back_times)
             coming.append(parcel)
             copies.append(copy)
             if reading is not None:
@@ -328,16 +303,6 @@ class Transfers:
             self.accounts.back_bytes += parcel.kind.travel_bytes
             if listeners.present:
                 self._tell(Move.RETURNS, parcel, copy.target.untyped_storage())
-
-    def _make_copy_back(self, parcel: Parcel, stream: object, buffer: Buffer) -> Copy:
-        kind = parcel.kind
-        after = () if parcel.out is None or stream is parcel.met else (parcel.out,)
-        target = kind.make()
-        if kind.is_dense:
-            return Copy(target, buffer.shaped(kind), stream, after, self.accounts.back_times)
-        codec = kind.codec
-        through = None if codec is None else lambda small: codec.decode(small, kind.size)
-        return Copy(target, buffer.bytes[: kind.travel_bytes], stream, after, self.accounts.back_times, through)
 
     def _bring_to_host(self, parcel: Parcel, reading: ReadJob | None) -> None:
         kind = parcel.kind
@@ -426,16 +391,12 @@ class Transfers:
     # Words.
 
     def _stays_for_lack(self, parcel: Parcel) -> None:
-        parcel.stays = True
         assert self.host is not None
-        limit = self.host.pool.limit
-        text = "no more host memory" if limit is None else f"the host limit of {format_bytes(limit)} is reached"
-        self.notices.add(
-            "limit",
-            f"{text}: {parcel} stays on {parcel.kind.device}, and so does whatever finds no room.\n"
-            "Raise `limit`, or let the rest go to disk: tier=('host', 'disk').",
-        )
+        parcel.stays = True
+        self.notices.add_no_room(f"{parcel} stays on {parcel.kind.device}", limit=self.host.pool.limit)
 
     def _describe(self, parcel: Parcel, what: str, error: BaseException) -> str:
-        name = self.slow.name if parcel.written is not None and self.slow is not None else "host"
-        return f"{parcel} {what}, tier '{name}': {error}"
+        return f"{parcel} {what}, tier '{self._name_tier(parcel)}': {error}"
+
+    def _name_tier(self, parcel: Parcel) -> str:
+        return self.slow.name if self.slow is not None and parcel.written is not None else "host"

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from recollect._core.calls import Phase, Transfer
+from recollect._core.calls import Transfer
 from recollect._core.operators import Operator, count_flops, operator_of
-from recollect._core.places import Places, calling_instruction, is_recomputed_by_torch
 from recollect._core.scope import current_run, watcher
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.engine import (
@@ -33,11 +32,11 @@ from recollect._core.torch_private.engine import (
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
 from recollect._core.travel import Move, News, listeners
 from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
-from recollect._profile.scopes import Scopes
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of
 from recollect._profile.timing import NoTimer, Timer
+from recollect._profile.whereabouts import Whereabouts
 
 _LIFT = "aten.lift_fresh.default"
 _PROGRESS_EVERY = 256
@@ -58,8 +57,8 @@ class Capture(DispatchMode):
         timer: times the operators.
         snapshot: is told of what is about to be changed; None where nothing real can be.
         unfold: see `Unfold`.
-        region_of: the name of the region that runs here; ``""`` for none.
-        replay_of: where a value is made again without running the user's code: the region, and the line it is of.
+        region_of: see `Whereabouts`.
+        replay_of: see `Whereabouts`.
         workspace: see `Workspace`.
         progress: called now and then with the number of calls so far.
 
@@ -72,7 +71,7 @@ class Capture(DispatchMode):
         optimizers: that made a step.
         offloaded: numbers of storages that were sent to another tier, or came back from one.
         transfers: copies to other tiers and back.
-        saw_torch_checkpoint: whether ``torch.utils.checkpoint`` recomputed something.
+        whereabouts: where in the step and in the user's code calls stand.
     """
 
     looks_beneath = True
@@ -98,17 +97,11 @@ class Capture(DispatchMode):
         self.transfers: list[Transfer] = []
         self._travelling: dict[int, tuple[int, int, News]] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.places = Places()
+        self.whereabouts = Whereabouts(region_of=region_of, replay_of=replay_of)
         self.timer, self._snapshot = timer, snapshot
-        self._unfold, self._region_of, self._replay_of = unfold, region_of, replay_of
-        self._workspace, self._progress = workspace, progress
-        self._scopes = Scopes()
+        self._unfold, self._workspace, self._progress = unfold, workspace, progress
         self._lock = threading.RLock()
-        self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimizer began to step
-        self._caller: object = None  # of the last operator in forward: its module, and the instruction
-        self._within = -1
-        self._saw_regions = False
-        self.saw_torch_checkpoint = self._counts_meta = False
+        self._counts_meta = False
         self._flops: dict[tuple[Any, ...], int] = {}
         self._passes: dict[int, bool] = {}  # backward passes, and whether they are of a graph that forward made
         self._open: set[int] = set()
@@ -134,7 +127,7 @@ class Capture(DispatchMode):
             stack.callback(self._note_gradients)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            stack.callback(watcher.reset, watcher.set(self._scopes))
+            stack.callback(watcher.reset, watcher.set(self.whereabouts.scopes))
             stack.enter_context(listeners.listening(self._hear))
             super().__enter__()
             stack.push(super().__exit__)
@@ -171,7 +164,9 @@ class Capture(DispatchMode):
             call = RawCall()
             call.operator, call.span = operator, span
             self._write_down(call, args, kwargs, result, written)
-            self._place(call, sequence, node)
+            leaf = self.whereabouts.place(call, sequence, node)
+            if leaf is not None:
+                call.leaf = next(iter(self._numbers(leaf)), -1)
             self.calls.append(call)
         if self._progress is not None and len(self.calls) % _PROGRESS_EVERY == 0:
             self._progress(len(self.calls))
@@ -183,7 +178,7 @@ class Capture(DispatchMode):
             call = RawCall()
             call.operator, call.span = operator, None
             self._write_down(call, args, kwargs, None, _written(operator, args, kwargs))
-            self._place(call, -1, None)
+            self.whereabouts.place(call, -1, None)
             self.calls.append(call)
 
     def _note_birth(self, result: Any) -> None:
@@ -223,44 +218,6 @@ class Capture(DispatchMode):
         if found is None:
             found = self._flops[key] = count_flops(operator, args, kwargs, result)
         return found
-
-    def _place(self, call: RawCall, sequence: int, node: Any) -> None:
-        """Where in the step and in the user's code the call stands."""
-        call.run, call.scopes, call.leaf = current_run(), self._scopes.now(), -1
-        call.module = call.source = ""
-        call.within = None
-        call.region = region = self._region_of()
-        if region:
-            self._saw_regions = True
-        if call.run is not None:
-            call.phase, call.sequence = Phase.RECOMPUTATION, -1
-        elif self._stepping and self._stepping[-1] == current_pass() and not torch.is_grad_enabled():
-            call.phase, call.sequence = Phase.OPTIMIZER, -1
-        elif node is not None:
-            replayed = self._replay_of() if self._saw_regions else None
-            if replayed is not None:
-                call.phase, call.sequence = Phase.RECOMPUTATION, -1
-                call.region, call.source = replayed
-                return
-            if torch.is_grad_enabled() and is_recomputed_by_torch(3):
-                self.saw_torch_checkpoint = True
-                call.phase, call.sequence = Phase.RECOMPUTATION, -1
-                call.module, call.source = self.places.locate(3)
-                return
-            call.phase = Phase.BACKWARD
-            leaf = leaf_of(node)
-            call.sequence = sequence_of(node) if leaf is None else -1
-            if leaf is not None:
-                call.leaf = next(iter(self._numbers(leaf)), -1)
-            return
-        else:
-            call.phase, call.sequence = Phase.FORWARD, sequence
-        call.module, call.source = self.places.locate(3)
-        if call.phase is Phase.FORWARD:
-            caller = (call.module, *calling_instruction(3))
-            if caller != self._caller:
-                self._caller, self._within = caller, self._within + 1
-            call.within = self._within
 
     def _values(self, values: Iterable[Any], *, is_given: bool) -> list[RawValue]:
         found: list[RawValue] = []
@@ -378,13 +335,12 @@ class Capture(DispatchMode):
         self._note_gradients()
         if self._snapshot is not None:
             self._snapshot.note_optimizer(optimizer)
-        self._stepping.append(current_pass())
+        self.whereabouts.begin_optimizer()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if IS_SHADOW in vars(optimizer):
             return
-        if self._stepping:
-            self._stepping.pop()
+        self.whereabouts.end_optimizer()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.note_states(tensors_of_optimizer(optimizer))
@@ -404,13 +360,12 @@ class Capture(DispatchMode):
         """
         timer, self.timer = self.timer, NoTimer()
         snapshot, self._snapshot = self._snapshot, None
-        self._stepping.append(current_pass())
         self._counts_meta = True
         try:
-            yield _Above(self)
+            with self.whereabouts.in_optimizer():
+                yield _Above(self)
         finally:
             self._counts_meta = False
-            self._stepping.pop()
             self.timer, self._snapshot = timer, snapshot
 
 

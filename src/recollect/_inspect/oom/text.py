@@ -14,7 +14,7 @@ from recollect._inspect.oom.judged import Judged, Judgement
 from recollect._inspect.oom.remedies import Remedy, generalise
 
 if TYPE_CHECKING:
-    from recollect._inspect.oom.watch import OomReport
+    from recollect._inspect.oom.report import OomReport
 
 _WIDTH = 80
 _PHASES = {Phase.OPTIMIZER: "the optimizer's step"}
