@@ -107,3 +107,53 @@ def test_before_nothing_is_left_the_plan_with_the_smallest_peak_is_run(monkeypat
     with pytest.raises(recollect.BudgetError, match="a tighter one is not possible"):
         recollect.fit(model, TOKENS, budget=int(smallest.peak_bytes * 1.1))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_where_the_smallest_peak_is_missed_full_recomputation_is_run_and_the_smaller_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure, seen = Runner.measure, list[int]()
+
+    def mispredict(self: Runner) -> tuple[int | None, float | None]:
+        peak, seconds = measure(self)
+        assert peak is not None
+        seen.append(peak * (3 if not seen else 1))
+        return seen[-1], seconds
+
+    monkeypatch.setattr(Runner, "measure", mispredict)
+    with recollect.fit(make(), TOKENS, budget="min") as fitted:
+        assert {region.way for region in fitted.plan.regions} == {"rerun"}
+        assert not fitted.plan.choices
+        assert fitted.plan.forecast is not None
+        assert fitted.plan.forecast.measured_peak_bytes == seen[1] < seen[0]
+
+
+class Penalised(nn.Module):
+    """Takes the gradient of its own output on the way: of such steps predictions are too high."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 64), nn.Softplus(), nn.Linear(64, 32)) for _ in range(4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = self.layers(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss: Tensor = out.mean() + (grad.norm(dim=-1) - 1).square().mean()
+        return loss
+
+
+def test_if_no_plan_fits_as_predicted_the_step_under_full_recomputation_decides() -> None:
+    model, x = Penalised(), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    smallest = recollect.plan(recollect.profile(model, x), budget="min").peak_bytes
+    with recollect.apply(model):
+        full = recollect.profile(model, x).peak_bytes
+    assert full < smallest
+    with recollect.fit(model, x, budget=(full + smallest) // 2) as fitted:
+        assert fitted.plan.regions
+    with pytest.raises(recollect.BudgetError, match="so full recomputation was run: the step took") as error:
+        recollect.fit(model, x, budget=full - 4096)
+    assert error.value.smallest_bytes == full
+    assert not any("forward" in vars(module) for module in model.modules())

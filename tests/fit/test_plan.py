@@ -325,3 +325,22 @@ def test_a_plan_that_no_longer_fits_is_made_anew_for_what_it_was_asked_for() -> 
     assert recollect.plan(recollect.profile(narrower, *inputs), budget=smallest).forecast.budget == "min"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="plan 'mine' was written by hand and has no budget"):
         recollect.plan(recollect.profile(model, *inputs), budget=Plan(name="mine"))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_a_step_that_checkpoints_itself_is_refused_with_the_switches_that_turn_that_off() -> None:
+    said = r"recomputes already, from aten.* in layers.* not by recollect.*\n.*gradient_checkpointing_disable\(\)"
+    with pytest.raises(ValueError, match=said):
+        recollect.fit(Checkpointed(), torch.ones(4, 8), budget="min")

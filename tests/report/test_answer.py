@@ -115,12 +115,13 @@ def test_a_peak_in_the_optimizer_is_not_answered_with_recomputation_first() -> N
     assert answer(step).suggestions[0].code == "torch.optim.AdamW(model.parameters(), fused=True)"
 
 
-def test_a_large_loss_head_gets_a_region_of_its_own() -> None:
-    call = OpCall(op="aten.mm", module="head", outputs=(Value(storage=0),))
-    step = Profile(storages=(Storage(bytes=8, category=Category.LOSS_HEAD, lifetime=Lifetime.RETURNED),), calls=(call,))
-    [one] = answer(step).suggestions
+def test_a_large_loss_head_is_computed_in_chunks_if_it_is_a_cross_entropy() -> None:
+    call, loss = OpCall(op="aten.mm", module="head", outputs=(Value(storage=0),)), OpCall(op="aten.nll_loss_forward")
+    storages = (Storage(bytes=8, category=Category.LOSS_HEAD, lifetime=Lifetime.RETURNED),)
+    [one] = answer(Profile(storages=storages, calls=(call, loss))).suggestions
     assert one.gives == "the loss head is 8 B of the peak"
     ast.parse(one.code)
+    assert not answer(Profile(storages=storages, calls=(call, OpCall(op="aten.mse_loss")))).suggestions
 
 
 def test_fragmentation_is_answered_by_the_allocators_option() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recollect._core.decisions import Site
+
+_CROSS_ENTROPY = ("aten.nll_loss_forward", "aten.nll_loss.", "aten.cross_entropy_loss", "aten.linear_cross_entropy")
 
 
 class Phase(enum.Enum):
@@ -170,6 +173,17 @@ class OpCall:
             is_routing=self.is_routing,
             is_collective=self.is_collective,
         )
+
+
+def has_cross_entropy(calls: Iterable[OpCall]) -> bool:
+    """Whether a step computes the cross entropy of rows of logits, which can be done in chunks.
+
+    >>> has_cross_entropy([OpCall(op="aten.nll_loss_forward.default")])
+    True
+    >>> has_cross_entropy([OpCall(op="aten.mse_loss.default")])
+    False
+    """
+    return any(call.op.startswith(_CROSS_ENTROPY) for call in calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

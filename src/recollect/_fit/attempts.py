@@ -21,6 +21,7 @@ from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
 from recollect._fit.plan import find_device_bytes
 from recollect._fit.plan import plan as make_plan
+from recollect._fit.plan import plan_full as make_full_plan
 from recollect._fit.ranks import Ranks
 from recollect._fit.run import Runner
 from recollect._fit.steps import Steps
@@ -93,7 +94,8 @@ class Attempt:
     def plan_tighter(self, budget: int, limit: int, tried: Collection[str]) -> Plan:
         """The best plan within a budget that is below the limit; if there is none, the one with the smallest peak.
 
-        A plan that took more than was predicted says little about others: before nothing is left, that one is run.
+        A plan that took more than was predicted says little about others: before nothing is left, that one is run, and
+        then full recomputation, whatever is predicted of it.
 
         Args:
             budget: what to plan for.
@@ -101,7 +103,7 @@ class Attempt:
             tried: digests of the plans that took more.
 
         Raises:
-            BudgetError: there is none, and the smallest was run, or is too large.
+            BudgetError: there is none, and the smallest was run, or is too large, and full recomputation was run.
         """
         return self.subject.ranks.decide(lambda: self._plan_tighter(budget, limit, tried))
 
@@ -110,9 +112,20 @@ class Attempt:
             return self._plan(max(budget, 1))
         except BudgetError:
             smallest = self._plan(SMALLEST)
-            if smallest.peak_bytes > limit or smallest.digest in tried:
+            if smallest.peak_bytes <= limit and smallest.digest not in tried:
+                return smallest
+            full = self._plan_full(limit)
+            if full is None or full.digest in tried:
                 raise
-            return smallest
+            return full
+
+    def plan_full(self, budget: int | str) -> Plan | None:
+        """Full recomputation of the repeated blocks, whatever its peak; None if there are none."""
+        return self.subject.ranks.decide(lambda: self._plan_full(budget))
+
+    def _plan_full(self, budget: int | str) -> Plan | None:
+        made = make_full_plan(self.profile, budget=budget)
+        return made if made is None else self._add_levers(made)
 
     def cannot_fit(self, budget: int | str) -> bool:
         """Whether no plan can be within a budget, as far as can be told without a search; all processes agree."""
@@ -129,7 +142,11 @@ class Attempt:
         return self.subject.ranks.decide(lambda: plan)
 
     def _plan(self, budget: int | str) -> Plan:
-        made = make_plan(self.profile, budget=budget, tiers=self.subject.tiers, progress=self.subject.progress)
+        return self._add_levers(
+            make_plan(self.profile, budget=budget, tiers=self.subject.tiers, progress=self.subject.progress)
+        )
+
+    def _add_levers(self, made: Plan) -> Plan:
         if not self.levers:
             return made
         assert made.forecast is not None
@@ -160,13 +177,14 @@ class Attempt:
         return Steps(subject.model, subject.loss, parts=self.parts, weight=self.weight)
 
 
-def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[Attempt, Plan]:
+def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[Attempt, Plan, BudgetError | None]:
     """The quickest way, as predicted, to keep a step within a budget; micro-batches only if no other does.
 
-    For the smallest peak all levers are tried but micro-batches, with which there would be no end.
+    For the smallest peak all levers are tried but micro-batches, with which there would be no end. If no way is found,
+    there is full recomputation, and why nothing better: a prediction may be too high, so the step decides.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: none does, and full recomputation cannot.
     """
     inputs = Inputs()
     run = Runner(subject.model, subject.call, subject.optimizer, progress=subject.progress)
@@ -191,12 +209,16 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
         if found is None or (plan.peak_bytes < found[1].peak_bytes if wants_least else plan.step_s < found[1].step_s):
             found = (tried, plan)
     if found is not None:
-        return found
+        return *found, None
     try:
-        return last, last.plan(budget)  # if it was passed over, the refusal tells of it
+        return last, last.plan(budget), None  # if it was passed over, the refusal tells of it
     except BudgetError as error:
         refusals.append(error)
-    raise min(refusals, key=lambda error: error.smallest_bytes)
+    refusal = min(refusals, key=lambda error: error.smallest_bytes)
+    full = None if attempt.cannot_fit(budget) else attempt.plan_full(budget)
+    if full is None:
+        raise refusal
+    return attempt, full, refusal
 
 
 def _is_cheap(levers: tuple[PlannedLever, ...]) -> bool:

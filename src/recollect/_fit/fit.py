@@ -31,6 +31,7 @@ _log = logging.getLogger("recollect")
 
 _MOST_TRIES = 4
 _EXTRA = 0.002  # of the budget, beside what was measured too much
+_MISSED = 0.01  # of a predicted peak: what is further above it was predicted wrongly
 _UNKNOWN = 0.05  # of the budget: how much to save where memory ran out and nobody knows by how much
 
 
@@ -128,8 +129,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         for subject in subjects:
             if corrected:
                 corrected[-1].applied.pause()
-            attempt, plan = choose_attempt(subject, asked, budget)
-            corrected.append(_correct(attempt, plan, budget))
+            corrected.append(_correct(*choose_attempt(subject, asked, budget), budget))
         fitted = _finish(model, corrected, budget, recovers=recover)
     except BaseException as error:
         for done in corrected:
@@ -163,8 +163,14 @@ class _Corrected:
     seen: Seen
 
 
-def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
+def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: int | str) -> _Corrected:
     """Run the step under its plan, and under tighter ones, until it stays within the budget.
+
+    Args:
+        attempt: how the step is run.
+        plan: what to begin with.
+        refusal: why no plan fits as predicted, if there is none: then this one is for the step to decide.
+        budget: as the user gave it.
 
     Raises:
         BudgetError: it does not.
@@ -175,31 +181,25 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
     seen, tried = Seen(), set[str]()
     ranks.together(lambda: compare_gradients(attempt))
     for tries in range(1, _MOST_TRIES + 1):
-        ranks.check_same("plan", plan.digest)
-        applied = apply(attempt.subject.model, plan)
-        try:
-            with seen.watching(attempt.subject.model):
-                mine, seconds = attempt.run.measure()
-            measured = ranks.largest(mine)
-            fits = limit is None or (measured is not None and measured <= limit)
-            is_done = ranks.all(fits)
-        except BaseException:
-            applied.remove()
-            raise
-        if is_done:
-            whole_s = None if seconds is None else attempt.whole_s(seconds)
-            done = _write_measured(plan, measured, whole_s, budget, limit)
-            return _Corrected(attempt=attempt, plan=done, tries=tries, applied=applied, seen=seen)
-        applied.remove()
+        run = _run(attempt, plan, seen)
+        fits = limit is None or (run.peak_bytes is not None and run.peak_bytes <= limit)
+        if ranks.all(fits):
+            if limit is None:
+                run, tries = _take_smaller(attempt, run, seen, budget, tries)  # noqa: PLW2901
+            whole_s = None if run.step_s is None else attempt.whole_s(run.step_s)
+            done = _write_measured(run.plan, run.peak_bytes, whole_s, budget, limit)
+            return _Corrected(attempt=attempt, plan=done, tries=tries, applied=run.applied, seen=seen)
+        run.applied.remove()
         if fits:  # other stages of a pipeline do not, and ask for plans
             plan = attempt.keep(plan)
             continue
         assert limit is not None
+        measured = run.peak_bytes
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
         _log.info("recollect.fit: measured %s of %s, planning for %s", measured, limit, wanted)
         tried.add(plan.digest)
-        plan = _plan_tighter(attempt, wanted, limit, measured, tried)
+        plan = _plan_tighter(attempt, wanted, limit, measured, refusal, tried)
     message = (
         f"no plan that was run stayed within {format_bytes(limit or 0)}: the last one of {_MOST_TRIES} took "
         f"{'more than the device has' if measured is None else format_bytes(measured)}.\n"
@@ -208,15 +208,68 @@ def _correct(attempt: Attempt, plan: Plan, budget: int | str) -> _Corrected:
     raise BudgetError(message, measured or plan.peak_bytes)
 
 
-def _plan_tighter(attempt: Attempt, wanted: int, limit: int, measured: int | None, tried: set[str]) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A step under a plan, which is in force.
+
+    Attributes:
+        plan: this.
+        applied: takes it away.
+        peak_bytes: the largest peak on all processes; None if memory ran out.
+        step_s: how long it took here.
+    """
+
+    plan: Plan
+    applied: Applied
+    peak_bytes: int | None
+    step_s: float | None
+
+
+def _run(attempt: Attempt, plan: Plan, seen: Seen) -> _Run:
+    ranks = attempt.subject.ranks
+    ranks.check_same("plan", plan.digest)
+    applied = apply(attempt.subject.model, plan)
+    try:
+        with seen.watching(attempt.subject.model):
+            mine, seconds = attempt.run.measure()
+        return _Run(plan=plan, applied=applied, peak_bytes=ranks.largest(mine), step_s=seconds)
+    except BaseException:
+        applied.remove()
+        raise
+
+
+def _take_smaller(attempt: Attempt, run: _Run, seen: Seen, budget: int | str, tries: int) -> tuple[_Run, int]:
+    """The smallest peak, if that was asked for: where a plan missed it, full recomputation is run, too."""
+    took = run.peak_bytes
+    is_missed = took is None or not run.plan.regions or took > run.plan.peak_bytes * (1 + _MISSED)
+    missed = budget == SMALLEST and is_missed
+    full = attempt.plan_full(budget) if not attempt.subject.ranks.all(not missed) else None
+    if full is None:
+        return run, tries
+    run.applied.remove()
+    other = _run(attempt, full, seen)
+    if other.peak_bytes is not None and (took is None or other.peak_bytes < took):
+        return other, tries + 1
+    other.applied.remove()
+    return replace(run, applied=apply(attempt.subject.model, run.plan)), tries + 1
+
+
+def _plan_tighter(  # noqa: PLR0917 (the last two are for the refusal)
+    attempt: Attempt, wanted: int, limit: int, measured: int | None, refusal: BudgetError | None, tried: set[str]
+) -> Plan:
+    took = "memory ran out" if measured is None else f"the step took {format_bytes(measured)}"
+    if refusal is not None:
+        message = f"{refusal}.\nPredictions can be wrong, so full recomputation was run: {took}"
+        raise BudgetError(message, min(refusal.smallest_bytes, measured or refusal.smallest_bytes))
     try:
         return attempt.plan_tighter(wanted, limit, tried)
     except BudgetError as error:
-        took = "memory ran out" if measured is None else f"the step took {format_bytes(measured)}"
+        _, _, predicted = str(error).partition(": ")
         message = (
             f"no plan fits {format_bytes(limit)}: {took} under the plan for it, and a tighter one is not possible.\n"
+            f"Predicted was more room: {predicted}"
         )
-        raise BudgetError(message + str(error), error.smallest_bytes) from None
+        raise BudgetError(message, error.smallest_bytes) from None
 
 
 def _write_measured(

@@ -9,6 +9,7 @@ from recollect._core.forecasts import CurvePoint, Forecast
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._fit.refusal import describe_call, explain_refusal
+from recollect._fit.standard import FULL
 from recollect._fit.work import Work, find_margin_share, find_speed, read_tiers, work_for
 from recollect._plan.budget import FASTEST, SMALLEST, Budget, parse_budget
 from recollect._plan.frontier import Point
@@ -87,6 +88,19 @@ def plan(
             )
         point = found
     return _write(work, point, asked, margin, name, "" if tiers is None else read_tiers(tiers))
+
+
+def plan_full(profile: Profile, *, budget: int | str) -> Plan | None:
+    """Full recomputation of the repeated blocks, as a plan for a budget, whatever its peak; None without such blocks.
+
+    For what a simulated step tells wrong: this is the simplest of all plans, and measuring it settles the matter.
+    """
+    work = work_for(profile, None)
+    known = [point for point in work.frontier().candidates if point.name == FULL and point.choice]
+    if not known:
+        return None
+    asked = parse_budget(budget, device_bytes=find_device_bytes(profile))
+    return _write(work, min(known, key=lambda point: point.peak_bytes), asked, 0, "", "")
 
 
 def _read_wish(plan: Plan) -> int | str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect._core.calls import Category, Phase
+from recollect._core.calls import Category, Phase, has_cross_entropy
 from recollect._core.units import format_bytes
 from recollect._plan.budget import Budget
 from recollect._plan.frontier import Point
@@ -36,10 +36,9 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     if call.phase is Phase.OPTIMIZER:
         advice = "It is the optimizer's step: use one with less state or temporaries (fused=True, foreach=False)"
     elif profile.storages and _is_head(problem, smallest.peak_call):
-        advice = (
-            "It is the loss head: let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), shrink the "
-            "batch, or raise the budget"
-        )
+        chunks = "let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), "
+        can_chunk = has_cross_entropy(profile.calls)
+        advice = f"It is the loss head: {chunks if can_chunk else ''}shrink the batch, or raise the budget"
     wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)
     return (
         f"no plan fits {wanted}{kept}: the smallest reachable peak is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from recollect._apply.rules import parse_value
@@ -17,6 +18,7 @@ from recollect._policy.combine import first_match
 from recollect._policy.judging import judge
 from recollect._policy.rules import save_attention, save_matmuls
 
+FULL = "full"
 Candidate = tuple[str, list[tuple[Segment, Option]]]
 
 
@@ -24,7 +26,7 @@ def list_standard(problem: Problem, chain: Sequence[Segment]) -> Iterator[Candid
     """The standard choices along a chain of segments, each with its name."""
     blocks = _find_repeated(chain)
     full = Option(way=Way.RERUN)
-    yield "full", [(segment, full) for segment in blocks]
+    yield FULL, [(segment, full) for segment in blocks]
     yield "full, last block plain", [(segment, full) for segment in blocks[:-1]]
     yield "every:2", [(segment, full if number % 2 == 0 else PLAIN) for number, segment in enumerate(blocks)]
     selective, _ = parse_value("selective")
@@ -54,8 +56,8 @@ def evaluate(problem: Problem, segment: Segment, policy: Policy) -> Option:
 
 
 def _find_repeated(chain: Sequence[Segment]) -> list[Segment]:
-    """The segments of the kind that there is most of."""
-    by_kind: dict[str, list[Segment]] = {}
-    for segment in chain:
-        by_kind.setdefault(segment.kind, []).append(segment)
-    return max(by_kind.values(), key=len)
+    """The segments of every kind that a list holds several of; without lists those of the most frequent kind."""
+    listed = Counter(segment.kind for segment in chain if segment.path.rpartition(".")[2].isdecimal())
+    counts = Counter(segment.kind for segment in chain)
+    kinds = {kind for kind, count in listed.items() if count > 1} or {max(counts, key=lambda kind: counts[kind])}
+    return [segment for segment in chain if segment.kind in kinds]

@@ -366,10 +366,19 @@ def _find_casts(profile: Profile) -> frozenset[int]:
 def _check(profile: Profile) -> None:
     again = next((call for call in profile.calls if call.phase is Phase.RECOMPUTATION), None)
     regions = next((call.region for call in profile.calls if call.region), "")
-    if again is not None or regions:
+    if regions:
         message = (
             f"the profile of {profile.name or 'this step'} was taken under regions ('{regions}'): a plan is made from "
             "the plain step.\nRemove them (`recollect.remove(model)`), and profile again"
+        )
+        raise ValueError(message)
+    if again is not None:
+        message = (
+            f"the step of {profile.name or 'this profile'} recomputes already, from {again.op} in "
+            f"{again.module or again.source or 'backward'} on, and not by recollect: a plan is made from the plain "
+            "step.\nTurn the model's own checkpointing off: gradient_checkpointing_disable() (Transformers), "
+            "disable_gradient_checkpointing() (diffusers), set_grad_checkpointing(False) (timm), or the call of "
+            "torch.utils.checkpoint in its code"
         )
         raise ValueError(message)
     first = profile.forward_count

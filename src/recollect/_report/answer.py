@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from recollect._core.calls import Category, Phase
+from recollect._core.calls import Category, Phase, has_cross_entropy
 from recollect._core.families import Families
 from recollect._core.gains import Gain
 from recollect._core.held import find_held
@@ -105,7 +105,7 @@ def _suggest(profile: Profile, peak: PeakRow, gains: Sequence[Gain]) -> Iterator
         yield _suggest_optimizer(profile)
     yield from _suggest_gains(profile, peak, gains)
     yield from _suggest_cache(profile, peak)
-    if peak.by_category.get(Category.LOSS_HEAD, 0) > _MUCH * peak.bytes:
+    if peak.by_category.get(Category.LOSS_HEAD, 0) > _MUCH * peak.bytes and has_cross_entropy(profile.calls):
         yield Suggestion(
             what="compute the loss in chunks: the last linear layer and cross_entropy in one",
             gives=f"the loss head is {format_bytes(peak.by_category[Category.LOSS_HEAD])} of the peak",
