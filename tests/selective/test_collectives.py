@@ -6,6 +6,7 @@ Between two ranks: tests/distributed/test_collectives.py.
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -237,6 +238,9 @@ def test_what_is_kept_of_a_collective_goes_without_the_garbage_collector(functio
             if goes_back:
                 result.sum().backward()
             del result
-            assert count_kept() == before
+            give_up = monotonic() + 30  # the process group's own thread may still hold its work
+            while count_kept() > before and monotonic() < give_up:
+                sleep(0.01)
+            assert count_kept() <= before
     finally:
         gc.enable()

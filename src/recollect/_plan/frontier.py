@@ -86,7 +86,7 @@ def find_frontier(
     search.expected = len(chains) * _EXPECTED
     plain = rehearse(problem, [])
     for number, chain in enumerate(chains):
-        if number and not problem.casts and all(can_replay(problem, segment.runs[0]) for segment in chains[0]):
+        if number and all(can_replay(problem, segment.runs[0]) for segment in chains[0]):
             break  # whatever parts of blocks can be made to do, replay of the block does
         for name, choice in candidates(chain) if candidates is not None else ():
             search.judge(name, choice)

@@ -113,7 +113,7 @@ def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) ->
     for segment in chain:
         if segment.type not in by_type:
             found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
-            if problem.casts or not can_replay(problem, segment.runs[0]):
+            if not can_replay(problem, segment.runs[0]):
                 found += [weigh(problem, segment, one, plain) for one in _combine_parts(problem, segment, plain)]
             by_type[segment.type] = (segment, without_worse(found))
     return [

@@ -79,13 +79,20 @@ def can_be_kept(problem: Problem, run: Run, number: int) -> bool:
 
 
 def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
-    """Calls that one call of torch makes: replay makes all of them again or none.
+    """Calls that one call of torch makes: replay makes all of them again or none, but for casts, which it makes alone.
 
     Where the profile does not say which these are, it is told as far as it can be: parts of a norm, or of attention,
     that have no kernel of their own.
     """
     for place, group in itertools.groupby(range(run.first, run.stop), key=lambda at: place_of_call(problem, at)):
-        numbers = list(group)
+        numbers = []
+        for number in group:
+            if number in problem.casts:
+                yield [number]
+            else:
+                numbers.append(number)
+        if not numbers:
+            continue
         if isinstance(place, int):
             yield numbers
             continue

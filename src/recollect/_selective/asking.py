@@ -6,6 +6,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from recollect._core.decisions import Site
 from recollect._core.operators import (
@@ -73,12 +74,13 @@ class Asker:
             if kept:
                 keeping.add(index)
                 storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
-                for tensor in (*recording.results(entry), *recording.saved_inside(entry)):
-                    if not any(tensor.untyped_storage() is storage for storage in storages):
-                        names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
-                        recording.broken(
-                            f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not"
-                        )
+                loose = [tensor for tensor in recording.saved_inside(entry) if not _is_in(tensor, storages)]
+                is_whole = all(_is_in(tensor, storages) for tensor in recording.results(entry))
+                if not is_whole or any(recording.find_cast(tensor, entry) is None for tensor in loose):
+                    names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
+                    recording.broken(
+                        f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not"
+                    )
         return keeping, drawing, viewing
 
     def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
@@ -158,3 +160,7 @@ class Asker:
         chosen = [storage for weak in self._chosen if (storage := weak()) is not None]
         given = storages_in(args, kwargs)
         return any(one is other for one in given for other in chosen)
+
+
+def _is_in(tensor: Tensor, storages: list[Any]) -> bool:
+    return any(tensor.untyped_storage() is storage for storage in storages)

@@ -21,9 +21,23 @@ from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
 from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
-from recollect._selective.kept_call import States, read_states, sources_of
-from recollect._selective.program import HELD, NOWHERE, Bound, Call, Inner, Program, Unfixed, View, fixed, template_of
-from recollect._selective.recording import TensorClasses, hold, results_of
+from recollect._selective.draws import Draws
+from recollect._selective.kept_call import States
+from recollect._selective.program import (
+    HELD,
+    NOWHERE,
+    Bound,
+    Call,
+    Cast,
+    Inner,
+    Program,
+    Unfixed,
+    View,
+    fixed,
+    hold,
+    template_of,
+)
+from recollect._selective.recording import TensorClasses, results_of
 
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
@@ -55,8 +69,7 @@ class Following(FunctionMode):
         self._calls = program.calls
         self._next = 0
         self._pending: list[tuple[Tensor, View | int]] = []
-        self._first: States | None = None  # the generators before the first call that draws
-        self._last: States | None = None  # and after the last one
+        self._draws = Draws()
         self._autocast = any_autocast_enabled()
         self._run = current_run()
 
@@ -165,7 +178,7 @@ class Following(FunctionMode):
         if self._pending:
             self._check_pending()
         if call.draws:
-            self._last = self._read(args, kwargs)
+            self._draws.end(args, kwargs)
         return result
 
     def _is_as_planned(self, call: Call, func: Any, result: Any) -> bool:
@@ -219,6 +232,8 @@ class Following(FunctionMode):
             self.why_broken = _OTHER_WAYS
             return
         for number, value in zip(call.links, met, strict=True):
+            if number == NOWHERE:
+                continue
             known = self._refs[number]
             if known is None:
                 self._bind_outside(number, value)
@@ -283,7 +298,7 @@ class Following(FunctionMode):
                 if number in self.program.bases:
                     self._starts[number] = self._start(tensor)
 
-    def packer(self, frame: Frame) -> Pack:
+    def packer(self, frame: Frame) -> Pack:  # noqa: C901 (one branch for each source)
         """The saved-tensor hook of forward: gives a handle, and checks that the tensor is what the program says.
 
         A closure, written out: it runs per saved tensor.
@@ -313,8 +328,10 @@ class Following(FunctionMode):
                 pending.append((tensor, source))
                 if refs[source.number] is not None and tensor._version != versions[source.number]:  # noqa: SLF001
                     self.why_broken = _OTHER_WAYS
-            elif type(source) is Inner and source.call != self._next:
+            elif (type(source) is Inner or type(source) is Cast) and source.call != self._next:
                 self.why_broken = _OTHER_CALLS
+            elif type(source) is Cast and (tensor.dtype, tensor.shape, tensor.stride()) != source.kind:
+                self.why_broken = _OTHER_WAYS
             return handle
 
         return pack
@@ -338,17 +355,12 @@ class Following(FunctionMode):
                 self.why_broken = _OTHER_WAYS
         self._pending.clear()
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> States | None:
-        values = (*args, *(kwargs or {}).values())
-        return read_states(sources_of(tensors_in(*values), values))
-
     def _note_draw(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        now = self.bound.states[index] = self._read(args, kwargs)
+        now, is_known = self._draws.begin(args, kwargs)
+        self.bound.states[index] = now
         if now is None:
             self.why_broken = "a CUDA graph is being captured"
-        elif self._last is None:
-            self._first = now
-        elif not _agree(self._last, now):
+        elif not is_known:
             self.why_broken = _OTHER_DRAWS
 
     def conclude(self, moved: States) -> None:
@@ -364,13 +376,7 @@ class Following(FunctionMode):
             self.why_broken = _OTHER_CALLS
         if self.why_broken is None and self._pending:
             self._check_pending()
-        first, last = self._first or [], self._last or []
-        known = {id(source) for source, _ in first}
-        if (
-            any(id(source) not in known for source, _ in moved)
-            or not _agree(moved, first)
-            or not _agree(last, [(source, source.read()) for source, _ in last])
-        ):
+        if not self._draws.are_all(moved):
             self.why_broken = self.why_broken or _OTHER_DRAWS
         self._pending.clear()
 
@@ -388,9 +394,3 @@ class Following(FunctionMode):
         self._refs.clear()
         self._starts.clear()
         return bound
-
-
-def _agree(one: States, other: States) -> bool:
-    """Whether those generators that are in both stand alike."""
-    found = {id(source): state for source, state in other}
-    return all(source.same(state, found[id(source)]) for source, state in one if id(source) in found)

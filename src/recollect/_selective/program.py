@@ -92,12 +92,13 @@ class Call:
         tensors: position and number of each tensor among its arguments, if all of them stand there on their own.
         others: positions of its other arguments.
         size: how many positional arguments it has.
-        links: numbers of all its tensors, in order, those in lists and keywords included.
+        links: numbers of all its tensors, in order, those in lists and keywords included; of a kept call that casts,
+            `NOWHERE` for those that replay never needs.
         is_recorded: whether replay can need it.
-        is_checked: whether its tensors must be those of the program: all that are recorded, and most that view.
+        is_checked: whether its tensors must be those of the program: all that are recorded or cast, and most that view.
         is_general: whether tensors are in lists or keywords.
         draws: whether it draws random numbers.
-        needs_grad: for a call with saved tensors of its own inside: which of its tensors must require grad.
+        needs_grad: for a call with saved tensors or casts of its own inside: which of its tensors must require grad.
         is_identity: whether a result is one of its own arguments.
         is_base: whether the one tensor it gives has views with numbers of their own.
         place: where it was made when it was learned, for errors.
@@ -176,6 +177,27 @@ class Inner:
         self.call, self.place = call, place
 
 
+class Cast:
+    """A saved tensor that a kept call made by casting one of its arguments, as autocast does: cast again, not held.
+
+    Attributes:
+        number: of the argument.
+        call: which call.
+        kind: dtype, shape and strides.
+        steps: how many elements behind the start of the cast it starts.
+    """
+
+    __slots__ = ("call", "kind", "number", "steps")
+
+    def __init__(self, number: int, call: int, kind: tuple[Any, ...], steps: int) -> None:
+        self.number, self.call, self.kind, self.steps = number, call, kind, steps
+
+    def make(self, origin: Tensor) -> Tensor:
+        """Cast the argument again."""
+        dtype, shape, stride = self.kind
+        return origin.to(dtype).as_strided(shape, stride, self.steps)
+
+
 class Held:
     """A saved tensor that is held as it is: a parameter, a kept value, a view of one, or made inside a kept call."""
 
@@ -183,7 +205,7 @@ class Held:
 
 
 HELD = Held()
-Source = int | View | Inner | Held
+Source = int | View | Inner | Cast | Held
 """Where a saved tensor comes from: a number is the tensor itself."""
 
 
@@ -227,7 +249,7 @@ class Program:
             source = self.sources[index]
             if type(source) is int:
                 numbers.append(source)
-            elif type(source) is View:
+            elif type(source) is View or type(source) is Cast:
                 numbers.append(source.number)
             elif type(source) is Inner and source.call not in needed:
                 needed.add(source.call)
@@ -243,6 +265,11 @@ class Program:
                 needed.add(maker)
                 numbers += self.calls[maker].links
         return uses
+
+
+def hold(tensor: Tensor) -> Tensor:
+    """What to hold of a tensor: a leaf itself, of others an alias cut off from the graph; both see writes."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 class Bound:

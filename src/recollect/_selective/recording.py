@@ -12,6 +12,7 @@ which only a part is kept. What is left is replayed once and compared, to the bi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,23 +25,23 @@ from recollect._core.operators import UNFILLED, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
-from recollect._core.torch_private.dispatch import fake_class
+from recollect._core.torch_private.dispatch import fake_class, without_dispatch_modes
 from recollect._recompute.hooks import read_meta
-from recollect._selective.kept_call import States, read_states, sources_of
+from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of
 from recollect._selective.program import (
     HELD,
     NOWHERE,
     Bound,
     Call,
+    Cast,
     Inner,
-    Link,
-    Listed,
     Program,
     Source,
     Unfixed,
     View,
     template_of,
 )
+from recollect._selective.renumbering import Renumbering
 
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _UNFILLED = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in UNFILLED if hasattr(owner, name))
@@ -109,6 +110,8 @@ class Recording(FunctionMode):
         entries: its calls that gave tensors.
         tensors: all tensors it met, by number.
         saved: each saved tensor, the call that saved it (None: none did) and which of its saved tensors it is.
+        versions: of the tensors when they were met.
+        inputs: for numbers of the region's arguments, which leaf of them each is.
         why_broken: why it cannot be believed; None if it can.
     """
 
@@ -121,10 +124,11 @@ class Recording(FunctionMode):
         self.why_broken: str | None = None
         self.is_paused = False
         self.current: RecordedCall | None = None
-        self._versions: list[int] = []
+        self.versions: list[int] = []
         self._makers: list[int] = []
-        self._inputs: dict[int, int] = {}
+        self.inputs: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
+        self._casts: dict[int, Cast | None] = {}
         self._autocast = any_autocast_enabled()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
 
@@ -133,7 +137,7 @@ class Recording(FunctionMode):
         for index in arguments.tensors:
             tensor = arguments.leaves[index]
             if id(tensor) not in self._numbers:
-                self._inputs[self._new(tensor, NOWHERE)] = index
+                self.inputs[self._new(tensor, NOWHERE)] = index
 
     def broken(self, why: str) -> None:
         """The recording cannot vouch for what happens."""
@@ -203,9 +207,9 @@ class Recording(FunctionMode):
         is_plain = type(tensor) in self.classes.plain and tensor.layout is torch.strided and not tensor.is_inference()
         if not is_plain or tensor.is_complex():  # a view of complex numbers may be a conjugate one
             self.broken(f"it works on an unusual tensor ({type(tensor).__name__}, {tensor.layout})")
-            self._versions.append(0)
+            self.versions.append(0)
         else:
-            self._versions.append(tensor._version)  # noqa: SLF001
+            self.versions.append(tensor._version)  # noqa: SLF001
         return number
 
     def _number(self, tensor: Tensor, maker: int) -> int:
@@ -235,7 +239,7 @@ class Recording(FunctionMode):
         """Break if anything was written into in place."""
         if self.why_broken is None and any(
             tensor._version != version  # noqa: SLF001
-            for tensor, version in zip(self.tensors, self._versions, strict=True)
+            for tensor, version in zip(self.tensors, self.versions, strict=True)
         ):
             self.broken("it writes into tensors in place")
 
@@ -246,6 +250,27 @@ class Recording(FunctionMode):
     def saved_inside(self, entry: RecordedCall) -> list[Tensor]:
         """What a call saved of its own."""
         return [t for t, owner, _ in self.saved if owner is entry and self._trace(t, entry) is None]
+
+    def find_cast(self, tensor: Tensor, entry: RecordedCall) -> Cast | None:
+        """How a tensor that a call saved inside comes of one of the call's arguments by a cast; None if it does not."""
+        if id(tensor) not in self._casts:
+            taken = {cast.number for cast in self._casts.values() if cast is not None}
+            links = sorted(dict.fromkeys(entry.links), key=taken.__contains__)
+            found = (self._cast_of(tensor, number, entry) for number in links)
+            self._casts[id(tensor)] = next((cast for cast in found if cast is not None), None)
+        return self._casts[id(tensor)]
+
+    def _cast_of(self, tensor: Tensor, number: int, entry: RecordedCall) -> Cast | None:
+        origin = self.tensors[number]
+        is_cast = origin.dtype != tensor.dtype and origin.is_floating_point() and tensor.is_floating_point()
+        if not is_cast or tensor.untyped_storage().nbytes() != origin.numel() * tensor.element_size():
+            return None
+        kind = (tensor.dtype, tensor.shape, tensor.stride())
+        cast = Cast(number, self.entries.index(entry), kind, int(tensor.storage_offset()))
+        if self.classes.can_compare:
+            with without_dispatch_modes(), torch.no_grad():
+                return cast if has_same_bits(cast.make(origin), tensor) else None
+        return cast
 
     def _trace(self, tensor: Tensor, entry: RecordedCall | None) -> Source | None:
         """The number of a saved tensor, or of what it is a view of; None if it was made inside its call."""
@@ -282,7 +307,7 @@ class Recording(FunctionMode):
             drawing: the calls that draw random numbers.
             viewing: the calls that only view.
         """
-        outside = {n for n, maker in enumerate(self._makers) if maker == NOWHERE and n not in self._inputs}
+        outside = {n for n, maker in enumerate(self._makers) if maker == NOWHERE and n not in self.inputs}
         raw = Program()
         raw.makers = list(self._makers)
         raw.views = self._views(viewing - kept)
@@ -294,7 +319,8 @@ class Recording(FunctionMode):
         held: list[Any] = [None] * len(self.tensors)
         for number in outside.union(*(self.entries[index].outs for index in kept)):
             held[number] = self.tensors[number]
-        for tensor, owner, place in self.saved:
+        inside: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by call: saved tensors made inside, their places
+        for at, (tensor, owner, place) in enumerate(self.saved):
             source = self._trace(tensor, owner)
             base = source.number if isinstance(source, View) else source
             beneath = raw.views[base] if isinstance(base, int) else None
@@ -302,111 +328,39 @@ class Recording(FunctionMode):
                 base = beneath.number
                 source = _view(tensor, self.tensors[base], base)
             if base is None:
+                source = HELD
                 index = NOWHERE if owner is None else index_of.get(id(owner), NOWHERE)
-                source = HELD if index == NOWHERE or index in kept else Inner(index, place)
+                if index != NOWHERE:
+                    inside[index].append((at, place))
             elif isinstance(base, int) and held[base] is not None:
                 source = HELD  # its memory is held anyway, so that the slot may hold it as well
             assert source is not None
             raw.sources.append(source)
             raw.metas.append(read_meta(tensor))
+        self._place_inner(raw, inside, kept, held)
         uses = raw.count_uses(list(range(len(raw.sources))), held)
-        return _Renumbering(self, raw, held, uses).finish(drawing)
+        return Renumbering(self, raw, held, uses).finish(drawing)
 
+    def _place_inner(
+        self, raw: Program, inside: dict[int, list[tuple[int, int]]], kept: set[int], held: list[Any]
+    ) -> None:
+        """Say where saved tensors come from that calls make inside.
 
-class _Renumbering:
-    """Turns what the recording saw into a program of what is needed."""
-
-    def __init__(self, recording: Recording, raw: Program, held: list[Any], uses: list[int]) -> None:
-        self._recording, self._raw, self._held, self._uses = recording, raw, held, uses
-        needed = {n for n, count in enumerate(uses) if count}
-        # Views have numbers too: not to be made, but to be known again where a call takes them.
-        needed |= {n for n, view in enumerate(raw.views) if view is not None and view.number in needed}
-        self._new = {number: new for new, number in enumerate(sorted(needed))}
-
-    def finish(self, drawing: set[int]) -> tuple[Program, Bound]:  # noqa: C901 (one pass over each list)
-        recording, raw, held, uses, new = self._recording, self._raw, self._held, self._uses, self._new
-        program = Program()
-        program.makers = [raw.makers[number] for number in new]
-        program.uses = [uses[number] for number in new]
-        program.metas = raw.metas
-        program.views = [self._view(raw.views[number]) for number in new]
-        program.inputs = {new[number]: leaf for number, leaf in recording._inputs.items() if number in new}  # noqa: SLF001
-        bound = Bound(len(new), len(recording.entries))
-        for number, place in new.items():
-            bound.versions[place] = recording._versions[number]  # noqa: SLF001
-            if held[number] is not None and raw.views[number] is None:
-                bound.held[place] = hold(held[number])
-        inner_calls = {source.call for source in raw.sources if isinstance(source, Inner)}
-        made_again = inner_calls | {
-            raw.makers[n] for n in new if raw.makers[n] != NOWHERE and held[n] is None and raw.views[n] is None
-        }
-        for index, entry in enumerate(recording.entries):
-            call = self._call(entry, draws=index in drawing, is_recorded=index in made_again)
-            call.is_identity = any(raw.makers[number] != index for number in entry.outs)
-            if index in made_again:
-                bound.arguments[index] = self._arguments(call, entry)
-                if call.draws:
-                    bound.states[index] = entry.states
-            if index in inner_calls:
-                call.needs_grad = tuple(recording.tensors[number].requires_grad for number in entry.links)
-            call.settle()
-            program.calls.append(call)
-        bases = {view.number for view in program.views if view is not None}
-        for place, source in enumerate(raw.sources):
-            renumbered: Source = new[source] if isinstance(source, int) else self._view(source) or source
-            if isinstance(source, Inner):
-                program.inner.setdefault(source.call, []).append(place)
-            program.sources.append(renumbered)
-            if isinstance(renumbered, View):
-                bases.add(renumbered.number)
-        program.bases, program.draws = frozenset(bases), bool(drawing)
-        for call in program.calls:
-            call.is_base = call.number in bases
-        return program, bound
-
-    def _view(self, source: Any) -> View | None:
-        if not isinstance(source, View):
-            return None
-        return View(self._new[source.number], source.shape, source.stride, source.steps, source.delta)
-
-    def _call(self, entry: RecordedCall, *, draws: bool, is_recorded: bool) -> Call:
-        recording, new = self._recording, self._new
-        results = recording.results(entry)
-        shapes = results[0].shape if entry.is_single else [(tensor.shape, tensor.dtype) for tensor in results]
-        call = Call(entry.func, shapes, is_single=entry.is_single, draws=draws)
-        call.dtype, call.place = results[0].dtype, entry.place
-        call.outs = [new.get(number, NOWHERE) for number in entry.outs]
-        views = {place: self._view(self._raw.views[number]) for place, number in enumerate(entry.outs) if number in new}
-        call.views = {place: view for place, view in views.items() if view is not None} or None
-        call.kept = frozenset(
-            place for place in views if views[place] is None and self._held[entry.outs[place]] is not None
-        )
-        call.is_recorded = is_recorded
-        call.is_checked = is_recorded or (call.views is not None and all(number in new for number in entry.links))
-        if call.is_checked:
-            call.links = tuple(new[number] for number in entry.links)
-            call.size = len(entry.args)
-            call.is_general = any(isinstance(value, (Link, Listed)) for value in entry.kwargs.values()) or any(
-                isinstance(value, Listed) for value in entry.args
-            )
-            if not call.is_general:
-                places = enumerate(entry.args)
-                call.tensors = tuple((place, new[value]) for place, value in places if isinstance(value, Link))
-                call.others = tuple(p for p, value in enumerate(entry.args) if not isinstance(value, Link))
-        return call
-
-    def _arguments(self, call: Call, entry: RecordedCall) -> Any:
-        if call.is_general:
-            args = [self._renumber(value) for value in entry.args]
-            return args, {name: self._renumber(value) for name, value in entry.kwargs.items()}
-        return ([entry.args[place] for place in call.others], entry.kwargs) if call.others or entry.kwargs else None
-
-    def _renumber(self, value: Any) -> Any:
-        if isinstance(value, Link):
-            return Link(self._new[value])
-        if isinstance(value, Listed):
-            return Listed(value.kind, [self._renumber(item) for item in value.items])
-        return value
+        Of a kept call, casts are made again and the rest is held. Another call is made again for what it made inside,
+        unless those are casts alone and nobody asks for its result.
+        """
+        for index, places in inside.items():
+            casts = [self.find_cast(self.saved[at][0], self.entries[index]) for at, _ in places]
+            for (at, place), cast in zip(places, casts, strict=True):
+                if index in kept:
+                    raw.sources[at] = cast or HELD
+                else:
+                    raw.sources[at] = cast if cast is not None and None not in casts else Inner(index, place)
+        uses = raw.count_uses(list(range(len(raw.sources))), held)
+        made = {raw.makers[number] for number, count in enumerate(uses) if count and held[number] is None} - kept
+        for index in made.intersection(inside):
+            for at, place in inside[index]:
+                raw.sources[at] = Inner(index, place)
 
 
 def _is_view(tensor: Tensor, other: Tensor) -> bool:
@@ -416,11 +370,6 @@ def _is_view(tensor: Tensor, other: Tensor) -> bool:
 def _view(tensor: Tensor, other: Tensor, number: int) -> View:
     steps = int(tensor.storage_offset() - other.storage_offset())
     return View(number, tensor.shape, tensor.stride(), steps, steps * tensor.element_size())
-
-
-def hold(tensor: Tensor) -> Tensor:
-    """What to hold of a tensor: a leaf itself, of others an alias cut off from the graph; both see writes."""
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def results_of(result: Any) -> list[Tensor] | None:

@@ -14,7 +14,7 @@ from recollect._core.torch_private.engine import pop_hooks, push_hooks, set_grad
 from recollect._recompute.hooks import same
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.rng import put_back
-from recollect._selective.program import NOWHERE, Bound, Call, Inner, Link, Listed, Program, View
+from recollect._selective.program import NOWHERE, Bound, Call, Cast, Inner, Link, Listed, Program, View
 
 _DEEPEST = 32  # calls that wait for each other before they are made in order
 
@@ -78,6 +78,8 @@ class Replay:
         if type(source) is View:
             base = self._value(source.number)
             return base.as_strided(source.shape, source.stride, base.storage_offset() + source.steps)
+        if type(source) is Cast:
+            return source.make(self._value(source.number))
         assert type(source) is Inner
         self._call(source.call)
         return None
@@ -87,7 +89,7 @@ class Replay:
         source = self._program.sources[index]
         if type(source) is Inner:
             return False
-        number = source.number if type(source) is View else cast("int", source)
+        number = source.number if isinstance(source, View | Cast) else cast("int", source)
         view = self._views[number]
         return self._has(number if view is None else view.number)
 

@@ -1,0 +1,112 @@
+"""Autocast around a region under a policy: casts belong to the call they are in, and are made again alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+import recollect
+from recollect import policies
+
+SIZE = 8
+
+
+class Block(nn.Module):
+    """Full-precision weights, as under autocast; each product's result is read by something that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(SIZE), nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(gelu(self.up(self.norm(x))))
+        return y
+
+
+def run(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return fn(*args).float().square().sum()
+
+
+def assert_same_steps(fn: Callable[..., Tensor], region: Callable[..., Tensor], wanted: list[Tensor]) -> None:
+    for _ in range(3):
+        x = torch.randn(2, 4, SIZE, requires_grad=True)
+        expected = torch.autograd.grad(run(fn, x), [x, *wanted])
+        assert all(map(torch.equal, torch.autograd.grad(run(region, x), [x, *wanted]), expected))
+
+
+def how(region: Callable[..., Tensor]) -> str:
+    return str(recollect.explain(region)).splitlines()[-1]
+
+
+def test_kept_products_of_full_precision_weights_are_replayed_from() -> None:
+    block = Block()
+    region = recollect.checkpoint(block, policy=policies.save_matmuls)
+    assert_same_steps(block, region, list(block.parameters()))
+    assert how(region).startswith("recomputed by replaying")
+
+
+def test_casts_are_not_held_and_kept_products_not_repeated() -> None:
+    block = Block()
+    region = recollect.checkpoint(block, policy=policies.save_matmuls)
+    assert_same_steps(block, region, list(block.parameters()))
+    loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * 2 * 2 * (2 * 4) * SIZE * 4 * SIZE  # two layers, two products each
+    product = 2 * 4 * 4 * SIZE * 2  # of `up`, in half precision; backward has no use for that of `down`
+    assert f"({product} B)" in how(region)
+
+
+def test_a_product_that_backward_has_no_use_for_is_not_repeated_for_its_casts() -> None:
+    block = Block()
+    region = recollect.checkpoint(block, policy=policies.save_every(["aten.addmm.default"], 2))
+    assert_same_steps(block, region, list(block.parameters()))
+    assert how(region).startswith("recomputed by replaying")
+    loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * 2 * 2 * (2 * 4) * SIZE * 4 * SIZE
+
+
+def test_a_weight_that_is_frozen_later() -> None:
+    # What a product saves then is another list of tensors, here of the same shapes.
+    first, second = nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False)
+
+    def fn(x: Tensor) -> Tensor:
+        return second(first(x.sin()).tanh()).exp()
+
+    region = recollect.checkpoint(fn, policy=policies.save_matmuls)
+    for is_frozen in (False, True, False, True):
+        first.weight.requires_grad_(not is_frozen)
+        wanted = [second.weight] if is_frozen else [first.weight, second.weight]
+        for _ in range(3):
+            x = torch.randn(SIZE, SIZE, requires_grad=True)
+            expected = torch.autograd.grad(run(fn, x), [x, *wanted])
+            assert all(map(torch.equal, torch.autograd.grad(run(region, x), [x, *wanted]), expected))
+
+
+def test_attention_whose_mask_is_a_keyword_casts_some_of_its_arguments() -> None:
+    mask, weight = torch.randn(4, 4), torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def fn(x: Tensor) -> Tensor:
+        query = (x @ weight).unflatten(-1, (2, -1)).transpose(1, 2)  # in half precision; key and value are not
+        other = x.sin().unflatten(-1, (2, -1)).transpose(1, 2)
+        return scaled_dot_product_attention(query, other, other, attn_mask=mask).exp()
+
+    region = recollect.checkpoint(fn, policy=policies.save_attention)
+    assert_same_steps(fn, region, [weight])
+
+
+def test_a_parameter_that_changes_before_backward_is_refused() -> None:
+    block = Block()
+    region = recollect.checkpoint(block, policy=policies.save_matmuls)
+    assert_same_steps(block, region, list(block.parameters()))
+    loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
+    with torch.no_grad():
+        block.up.weight.mul_(2)
+    with pytest.raises(recollect.ChangedInputError, match="changed in place"):
+        loss.backward()
