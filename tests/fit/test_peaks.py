@@ -94,12 +94,37 @@ class Halving(nn.Module):
         return torch.sin(x) * 2 if x.shape[1] > 8 else x
 
 
+class InARow(nn.Module):
+    """Calls each of its blocks twice in a row, in two ways, without an operator between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Bending() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x), is_long=True)
+        return x.square().mean()
+
+
+class Bending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, *, is_long: bool = False) -> Tensor:
+        h = torch.tanh(self.up(x))
+        found: Tensor = x + self.down(torch.sin(h) * 2 if is_long else h)
+        return found
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "arguments": lambda: (Hourglass(), torch.randn(4, 8, 16, 16)),
     "a module from elsewhere": lambda: (
         nn.Sequential(*(Borrowing() for _ in range(4))),
         torch.randn(64, 16),
     ),
+    "calls in a row": lambda: (InARow(), torch.randn(64, 16)),
 }
 
 

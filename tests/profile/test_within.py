@@ -36,6 +36,22 @@ def test_calls_on_one_line_have_numbers_of_their_own() -> None:
     assert all(call.within is None for call in seen.calls[seen.forward_count :])
 
 
+def test_two_calls_of_a_module_in_a_row_are_told_apart() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(self.block(self.block(x)).sin())
+            return found
+
+    seen = recollect.profile(Twice(), torch.randn(2, 8))
+    entered = [(call.module, call.entered) for call in seen.calls if call.entered is not None]
+    assert entered == [("block.0", "block")]
+    assert recollect.Profile.from_json(seen.to_json()) == seen
+
+
 def test_what_is_counted_out_of_a_choice_counts_as_routing() -> None:
     class Router(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -125,6 +125,8 @@ class OpCall:
             nobody knows. Module, source and region are then those of that call.
         within: number of the call of torch that runs it, as the model's code makes it: calls of forward with the same
             number are one call there; None if nobody knows.
+        entered: the outermost module that was called anew between the call of forward before this one and this one, and
+            that makes both; None if there is none. So two calls of a module in a row are told apart.
     """
 
     op: str
@@ -149,6 +151,7 @@ class OpCall:
     runs_once: bool = False
     forward: int | None = None
     within: int | None = None
+    entered: str | None = None
 
     @property
     def reads(self) -> frozenset[int]:

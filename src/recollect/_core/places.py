@@ -142,6 +142,10 @@ class Places:
         name = type(modules[0]).__name__
         return f"{path}.{name}" if path else name
 
+    def path_of(self, number: int) -> str | None:
+        """The path of the module with this id; None if it is not known."""
+        return self._paths.get(number)
+
     def learn(self, root: nn.Module, prefix: str) -> None:
         """Remember a module and its parts by their paths, which begin with a prefix; who is known keeps its path."""
         for name, module in root.named_modules():

@@ -277,9 +277,19 @@ class Problem:
                 ends[forward] = number + 1
         found: dict[str, list[Run]] = {}
         for path, mine in numbers.items():
-            spans = [list(group) for _, group in itertools.groupby(enumerate(mine), key=lambda pair: pair[1] - pair[0])]
-            found[path] = [self._make_run(path, group[0][1], group[-1][1] + 1, edges, ends) for group in spans]
+            spans: list[list[int]] = []  # of each run, its first and its last call
+            for number in mine:
+                if spans and number == spans[-1][1] + 1 and not self._is_entered(path, number):
+                    spans[-1][1] = number
+                else:
+                    spans.append([number, number])
+            found[path] = [self._make_run(path, first, last + 1, edges, ends) for first, last in spans]
         return found
+
+    def _is_entered(self, path: str, number: int) -> bool:
+        """Whether a module was called anew just before one of its calls."""
+        entered = self.calls[number].entered
+        return entered is not None and entered in paths_above(path)
 
     def _make_run(self, path: str, first: int, stop: int, edges: dict[int, list[Saved]], ends: dict[int, int]) -> Run:
         makes: dict[int, list[int]] = {}

@@ -236,6 +236,7 @@ def _make_calls(
                 runs_once=bool(old) or operator.hides_writes,
                 forward=forward,
                 within=raw.within,
+                entered=raw.entered,
             )
         )
     return tuple(calls)

@@ -129,6 +129,8 @@ class Capture(DispatchMode):
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(watcher.reset, watcher.set(self.whereabouts.scopes))
             stack.enter_context(listeners.listening(self._hear))
+            self.whereabouts.visits.start()
+            stack.callback(self.whereabouts.visits.stop)
             super().__enter__()
             stack.push(super().__exit__)
             self._leaving = stack.pop_all()

@@ -20,6 +20,7 @@ class RawCall:
     """One call of an operator, as it was met. Holds no tensor."""
 
     __slots__ = (
+        "entered",
         "flops",
         "inputs",
         "leaf",
@@ -53,6 +54,7 @@ class RawCall:
     span: Any
     run: object
     within: int | None
+    entered: str | None
     workspace_bytes: int
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from recollect._core.calls import Phase
+from recollect._core.families import paths_above
 from recollect._core.places import Places, calling_instruction, is_recomputed_by_torch
 from recollect._core.scope import current_run
 from recollect._core.torch_private.engine import current_pass, sequence_of
 from recollect._core.torch_private.graph import leaf_of
 from recollect._profile.raw import RawCall
 from recollect._profile.scopes import Scopes
+from recollect._profile.visits import Visits
 
 
 class Whereabouts:
@@ -31,6 +33,7 @@ class Whereabouts:
     Attributes:
         places: the modules met so far, by path.
         scopes: the names that the user gave.
+        visits: which modules are called; to be started and stopped.
         saw_torch_checkpoint: whether ``torch.utils.checkpoint`` recomputed something.
     """
 
@@ -41,6 +44,8 @@ class Whereabouts:
         self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimizer began to step
         self._caller: object = None  # of the last operator in forward: its module, and the instruction
         self._within = -1
+        self.visits = Visits()
+        self._last_module: str | None = None  # of the last operator in forward
         self._saw_regions = False
 
     def begin_optimizer(self) -> None:
@@ -74,7 +79,7 @@ class Whereabouts:
         """
         call.run, call.scopes, call.leaf = current_run(), self.scopes.now(), -1
         call.module = call.source = ""
-        call.within = None
+        call.within = call.entered = None
         call.region = region = self._region_of()
         if region:
             self._saw_regions = True
@@ -105,4 +110,15 @@ class Whereabouts:
             if caller != self._caller:
                 self._caller, self._within = caller, self._within + 1
             call.within = self._within
+            call.entered = self._find_entered(call.module)
+            self._last_module = call.module
         return None
+
+    def _find_entered(self, module: str) -> str | None:
+        """The outermost module that was called anew since the last operator, if it makes that one and this one."""
+        entered, before = self.visits.take(), self._last_module
+        if before is None or not entered:
+            return None
+        around = set(paths_above(module)).intersection(paths_above(before))
+        visited = (self.places.path_of(number) for number in entered)
+        return next((path for path in visited if path in around), None)

@@ -1,0 +1,40 @@
+"""Which modules were called between two operators: so that two calls of a module in a row are told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from recollect._core.torch_private.calls import Watch
+
+
+class Visits:
+    """While started, notes the modules that are called, on all threads. Holds no module alive."""
+
+    def __init__(self) -> None:
+        self._entered: list[int] = []
+        self._watch = Watch(self)
+
+    def start(self) -> None:
+        """Begin to note."""
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Note no more."""
+        self._watch.stop()
+
+    def enter(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """A module is called."""
+        self._entered.append(id(module))
+
+    def leave(self, entry: Any) -> None:
+        """Never called: nothing is noted of the end of a call."""
+
+    def fail(self, module: nn.Module, error: BaseException) -> None:
+        """A call has raised, which says nothing."""
+
+    def take(self) -> list[int]:
+        """The ids of the modules that were called since the last time, the outermost call first."""
+        entered, self._entered = self._entered, []
+        return entered
