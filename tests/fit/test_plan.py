@@ -283,7 +283,7 @@ class Casting(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
-def test_predicted_peaks_are_exact_under_autocast_where_linear_layers_cannot_be_replayed(share: float) -> None:
+def test_predicted_peaks_are_exact_under_autocast(share: float) -> None:
     torch.manual_seed(0)
     model, inputs = Casting(), (torch.randint(0, 32, (8, 32)),)
     seen = recollect.profile(model, *inputs)

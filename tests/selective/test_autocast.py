@@ -1,11 +1,15 @@
 """Autocast around a region under a policy: casts belong to the call they are in, and are made again alone."""
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
@@ -24,6 +28,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(gelu(self.up(self.norm(x))))
         return y
+
+
+class OperatorCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def run(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -77,7 +91,8 @@ def test_a_weight_that_is_frozen_later() -> None:
     first, second = nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False)
 
     def fn(x: Tensor) -> Tensor:
-        return second(first(x.sin()).tanh()).exp()
+        found: Tensor = second(first(x.sin()).tanh()).exp()
+        return found
 
     region = recollect.checkpoint(fn, policy=policies.save_matmuls)
     for is_frozen in (False, True, False, True):
@@ -99,6 +114,47 @@ def test_attention_whose_mask_is_a_keyword_casts_some_of_its_arguments() -> None
 
     region = recollect.checkpoint(fn, policy=policies.save_attention)
     assert_same_steps(fn, region, [weight])
+
+
+@pytest.mark.parametrize("frozen", [0, 1, None])
+def test_casts_are_told_by_what_is_cast_and_not_by_values_that_two_arguments_may_share(frozen: int | None) -> None:
+    def fn(one: Tensor, other: Tensor) -> Tensor:
+        return torch.mm(one, other).tanh()
+
+    region = recollect.checkpoint(fn, policy=policies.save_ops("aten.mm.default", "aten.tanh.default"))
+    for make in (torch.zeros, torch.randn, torch.randn):
+        given = [make(SIZE, SIZE).requires_grad_(number != frozen) for number in range(2)]
+        wanted = [one for one in given if one.requires_grad]
+        expected = torch.autograd.grad(run(fn, *given), wanted)
+        assert all(map(torch.equal, torch.autograd.grad(run(region, *given), wanted), expected))
+    assert how(region).startswith("recomputed by replaying")
+
+
+def test_a_weight_that_autocast_has_cast_before_the_region_is_learned() -> None:
+    layer = nn.Linear(SIZE, SIZE)
+    region = recollect.checkpoint(lambda x: layer(x.sin()).tanh(), policy=policies.save_matmuls)
+
+    def twice(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: fn(x) * layer(x)
+
+    assert_same_steps(twice(lambda x: layer(x.sin()).tanh()), twice(region), list(layer.parameters()))
+    assert how(region).startswith("recomputed by replaying")
+
+
+def test_of_a_kept_value_that_is_only_cast_the_cast_is_held_in_its_place() -> None:
+    block = Block()
+    region = recollect.checkpoint(
+        block, policy=policies.save_ops("aten.addmm.default", "aten.native_layer_norm.default")
+    )
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    with block.norm.register_forward_hook(lambda *call: made.append(weakref.ref(call[2].untyped_storage()))):
+        assert_same_steps(block, region, list(block.parameters()))
+        made.clear()
+        loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
+    assert made[0]() is None
+    with OperatorCounter() as seen:
+        loss.backward()
+    assert not seen.counts["aten.native_layer_norm.default"]
 
 
 def test_a_parameter_that_changes_before_backward_is_refused() -> None:

@@ -9,7 +9,7 @@ from recollect._plan.names import find_named, name_kept
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, Treatment, Way, rehearse
 from recollect._plan.segments import Segment
-from recollect._plan.ways import can_be_kept, find_way
+from recollect._plan.ways import can_be_kept, find_held_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,19 @@ class Option:
 
     def _treat_other(self, problem: Problem, first: Run, run: Run) -> Treatment:
         """What it means for a run that does something else than the first one of its module: names decide."""
-        names = name_kept(problem, first, {first.first + call for call, _ in self.kept})
+        names = name_kept(problem, first, self.calls(problem, first))
         calls = {number for number in find_named(problem, run, names) if can_be_kept(problem, run, number)}
-        kept = frozenset(storage for number in calls for storage in problem.makes[number])
-        way = find_way(problem, run, calls) if kept else Way.RERUN
+        way, kept = find_held_for(problem, run, calls)
         return Treatment(way=way, kept=kept, is_away=self.is_away and way is not Way.REPLAY)
+
+    def calls(self, problem: Problem, run: Run) -> set[int]:
+        """The calls that the executor is told to keep; where it holds casts, those that made what they are casts of."""
+        found = set[int]()
+        for number in (run.first + call for call, _ in self.kept):
+            found.update(
+                (run.makes[at][0] for at in problem.reads[number]) if number in problem.inner_casts else (number,)
+            )
+        return found
 
     def storages(self, problem: Problem, run: Run) -> frozenset[int]:
         """The storages that it keeps of the first run of a module, or of one that is the same."""

@@ -71,7 +71,9 @@ class Problem:
         leaves: paths of the modules that hold no others.
         saved_by: for each storage the forward calls that save it.
         read_by: for each storage the forward calls that read it.
-        casts: the forward calls that cast as autocast does; nobody keeps what they give.
+        inner_casts: the forward calls that cast what a call of torch is given, as its first step; they can run again
+            without the rest of it.
+        casts: these, and all others that cast as autocast does; nobody keeps what they give.
         cached: the storages of parameters that autocast has cast, and keeps until it is over: to the end of forward.
         seconds: what each call adds to the step, as those that do the same do.
         device_s: likewise, what the device takes for it.
@@ -115,7 +117,8 @@ class Problem:
         for number in range(self.forward_count):
             for storage in self.reads[number]:
                 self.read_by[storage].append(number)
-        self.casts = _find_casts(profile)
+        self.inner_casts = self._find_inner_casts()
+        self.casts = _find_casts(profile) | self.inner_casts
         self.cached = frozenset(
             storage for number in self.casts if self._casts_parameter(number) for storage in self.makes[number]
         )
@@ -125,6 +128,16 @@ class Problem:
         self.derived: dict[object, Any] = {}
         self._around: dict[int, list[Run]] = {}
         self._same: dict[tuple[str, int, int], bool] = {}
+
+    def _find_inner_casts(self) -> frozenset[int]:
+        """Casts of what a call of torch is given, told by what they read: nothing that is made inside of it."""
+        found = set[int]()
+        for within, group in itertools.groupby(range(self.forward_count), key=lambda at: self.calls[at].within):
+            numbers = list(group)
+            made = {storage for number in numbers for storage in self.makes[number]}
+            if within is not None and len(numbers) > 1:
+                found.update(at for at in numbers if self.calls[at].op == _CAST and made.isdisjoint(self.reads[at]))
+        return frozenset(found)
 
     def _casts_parameter(self, number: int) -> bool:
         storages = self.profile.storages

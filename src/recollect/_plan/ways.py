@@ -78,19 +78,50 @@ def can_be_kept(problem: Problem, run: Run, number: int) -> bool:
     return all(run.makes[storage] == (number,) for storage in made if storage in run.makes)
 
 
+def find_copied(problem: Problem, run: Run) -> dict[int, tuple[int, ...]]:
+    """Storages of which backward asks for copies in another dtype alone, and those copies.
+
+    Replay keeps the copies if it is told to keep what they are copied from, provided that they take less, and that the
+    calls which copy are not made again.
+    """
+    known: dict[tuple[str, int], dict[int, tuple[int, ...]]] = problem.derived.setdefault("copied", {})
+    key = (run.path, run.first)
+    if key not in known:
+        known[key] = {}
+        for storage in {at for number in problem.inner_casts for at in problem.reads[number]}.intersection(run.makes):
+            readers = [number for number in problem.read_by[storage] if problem.makes[number]]
+            copies = tuple(at for number in readers for at in problem.makes[number])
+            if (
+                storage not in run.needs
+                and set(readers) <= problem.inner_casts
+                and run.needs.issuperset(copies)
+                and can_be_kept(problem, run, run.makes[storage][0])
+                and sum(problem.sizes[at] for at in copies) <= problem.sizes[storage]
+            ):
+                known[key][storage] = copies
+    return known[key]
+
+
+def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[Way, frozenset[int]]:
+    """How the executor will get the rest back if it is told to keep what these calls give, and what it then holds."""
+    if not calls:
+        return Way.RERUN, frozenset()  # there is nothing to start a replay from
+    way = find_way(problem, run, calls)
+    copied = find_copied(problem, run) if way is Way.REPLAY else {}
+    made = (storage for number in calls for storage in problem.makes[number])
+    return way, frozenset(at for storage in made for at in copied.get(storage, (storage,)))
+
+
 def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
-    """Calls that one call of torch makes: replay makes all of them again or none, but for casts, which it makes alone.
+    """Calls that one call of torch makes: replay makes all of them again or none, casts of what it is given apart.
 
     Where the profile does not say which these are, it is told as far as it can be: parts of a norm, or of attention,
     that have no kernel of their own.
     """
     for place, group in itertools.groupby(range(run.first, run.stop), key=lambda at: place_of_call(problem, at)):
-        numbers = []
-        for number in group:
-            if number in problem.casts:
-                yield [number]
-            else:
-                numbers.append(number)
+        numbers = list(group)
+        yield from ([number] for number in numbers if number in problem.inner_casts)
+        numbers = [number for number in numbers if number not in problem.inner_casts]
         if not numbers:
             continue
         if isinstance(place, int):

@@ -17,6 +17,7 @@ from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Treatment, Way, find_held, find_recomputed, find_sent
 from recollect._plan.segments import Segment
+from recollect._plan.ways import find_copied
 
 _MOST_WORDS = 4
 
@@ -25,8 +26,7 @@ def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
     """What is kept, value by value. A call's number is left out where all calls of the operator there are kept."""
     for segment, option in choice:
         run = segment.runs[0]
-        kept = {run.first + call for call, _ in option.kept}
-        for (module, op), wanted in name_kept(problem, run, kept).items():
+        for (module, op), wanted in name_kept(problem, run, option.calls(problem, run)).items():
             for call in wanted:
                 yield Choice(
                     decision=Decision.SAVE,
@@ -81,10 +81,11 @@ def _find_used(problem: Problem, treatment: Treatment, again: list[tuple[int, li
 
 def _describe_kept(problem: Problem, run: Run, option: Option) -> str:
     """What is kept, by operator: ``"mm x3, attention"``."""
-    calls = sorted({run.first + call for call, _ in option.kept})
+    calls = sorted(option.calls(problem, run))
     if option.way is Way.REPLAY:
         treatment = Treatment(way=option.way, kept=option.storages(problem, run))
-        used = _find_used(problem, treatment, find_recomputed(problem, run, treatment)) | run.needs
+        used = set(_find_used(problem, treatment, find_recomputed(problem, run, treatment)) | run.needs)
+        used.update(storage for storage, copies in find_copied(problem, run).items() if used.issuperset(copies))
         calls = [call for call in calls if used.intersection(problem.makes[call])]
     counts = Counter(_short(problem.calls[call].op) for call in calls)
     words = [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]

@@ -21,7 +21,7 @@ from recollect._core.operators import (
 from recollect._core.torch_private.collectives import wait_for, works_in
 from recollect._core.torch_private.dispatch import alias_with_version
 from recollect._core.torch_private.engine import current_pass
-from recollect._core.torch_private.schemas import OpOverload, draws, subject_of
+from recollect._core.torch_private.schemas import TO_COPY, OpOverload, draws, subject_of
 from recollect._selective.decisions import DecisionLine
 from recollect._selective.kept_call import (
     KeptCall,
@@ -71,6 +71,7 @@ class KeepingMode(OperatorMode):
         proves: whether to copy what is kept, and see at the end that nothing wrote into it unseen. A dispatch mode
             changes what some operators are made of, and where only some are looked at, others write past versions:
             `linear` adds its bias in place, to an unsafe view of the product.
+        note_cast: told of each cast: what was cast, and what came of it.
 
     Attributes:
         saw_backward: whether the function itself runs a backward pass.
@@ -89,10 +90,11 @@ class KeepingMode(OperatorMode):
         ops: frozenset[Any] | None = None,
         saved: Sequence[Any] = (),
         proves: bool = False,
+        note_cast: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         super().__init__(kept_calls, ops)
         self._decide, self._is_exact, self._saved, self.proves = decide, is_exact, saved, proves
-        self._own = own
+        self._own, self._note_cast = own, note_cast
         self._pass = current_pass()
         self.saw_backward = self.wrote_outside = self.saw_wrappers = False
         self._made_inside: list[ref[Any]] = []
@@ -105,7 +107,12 @@ class KeepingMode(OperatorMode):
         if current_pass() != self._pass:
             self.saw_backward = True
         if operator.is_ignored or self._looks_away(func, operator, args, kwargs):
-            return self._run_in_block(func, operator, args, kwargs) if self.is_paused else func(*args, **kwargs)
+            if self.is_paused:
+                return self._run_in_block(func, operator, args, kwargs)
+            found = func(*args, **kwargs)
+            if func is TO_COPY and self._note_cast is not None:
+                self._note_cast(args[0], found)
+            return found
         if (operator.writes or operator.statistics) and self._kept_calls.calls:
             self._before_write(operator, args, kwargs)
         before = self._states(args, kwargs) if operator.is_random else []
@@ -120,6 +127,8 @@ class KeepingMode(OperatorMode):
             given, operator = run_and_listen(func, operator, args, kwargs)
         else:
             given = func(*args, **kwargs)
+        if func is TO_COPY and self._note_cast is not None:
+            self._note_cast(args[0], given)
         result = at_places(operator.writes, args, kwargs) if operator.fills else given
         if self._storages is not None and not (operator.is_view or operator.writes):
             self._storages.update((id(storage), ref(storage)) for storage in storages_in(result))

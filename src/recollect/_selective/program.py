@@ -6,6 +6,7 @@ kept results, and what lies on the way from those to a forgotten saved tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,11 @@ class Cast:
         """Cast the argument again."""
         dtype, shape, stride = self.kind
         return origin.to(dtype).as_strided(shape, stride, self.steps)
+
+    def count_bytes(self) -> int:
+        """The bytes of its elements."""
+        dtype, shape, _ = self.kind
+        return int(math.prod(shape) * dtype.itemsize)
 
 
 class Held:

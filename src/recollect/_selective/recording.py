@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
 from recollect._core.torch_private.dispatch import fake_class, without_dispatch_modes
 from recollect._recompute.hooks import read_meta
+from recollect._selective.casts import hold_casts, may_be_cast
 from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of
 from recollect._selective.program import (
     HELD,
@@ -89,11 +91,12 @@ def name_of_call(func: Any) -> str:
 class RecordedCall:
     """One call of torch."""
 
-    __slots__ = ("args", "func", "is_single", "kwargs", "links", "outs", "place", "saved", "states")
+    __slots__ = ("args", "casts", "func", "is_single", "kwargs", "links", "outs", "place", "saved", "states")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.args: list[Any] = []
+        self.casts: list[tuple[Tensor, ref[Any]]] = []  # what was cast inside, and the memory of what came of it
         self.kwargs: dict[str, Any] = {}
         self.links: list[int] = []
         self.outs: list[int] = []
@@ -223,6 +226,11 @@ class Recording(FunctionMode):
         if entry is not None:
             entry.saved += 1
 
+    def note_cast(self, tensor: Tensor, cast: Tensor) -> None:
+        """A tensor is cast."""
+        if self.current is not None and not self.is_paused and current_run() is self._run:
+            self.current.casts.append((tensor, ref(cast.untyped_storage())))
+
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
@@ -254,23 +262,32 @@ class Recording(FunctionMode):
     def find_cast(self, tensor: Tensor, entry: RecordedCall) -> Cast | None:
         """How a tensor that a call saved inside comes of one of the call's arguments by a cast; None if it does not."""
         if id(tensor) not in self._casts:
-            taken = {cast.number for cast in self._casts.values() if cast is not None}
-            links = sorted(dict.fromkeys(entry.links), key=taken.__contains__)
-            found = (self._cast_of(tensor, number, entry) for number in links)
-            self._casts[id(tensor)] = next((cast for cast in found if cast is not None), None)
+            number = self._find_origin(tensor, entry)
+            kind = (tensor.dtype, tensor.shape, tensor.stride())
+            self._casts[id(tensor)] = (
+                None if number is None else Cast(number, self.entries.index(entry), kind, int(tensor.storage_offset()))
+            )
         return self._casts[id(tensor)]
 
-    def _cast_of(self, tensor: Tensor, number: int, entry: RecordedCall) -> Cast | None:
-        origin = self.tensors[number]
-        is_cast = origin.dtype != tensor.dtype and origin.is_floating_point() and tensor.is_floating_point()
-        if not is_cast or tensor.untyped_storage().nbytes() != origin.numel() * tensor.element_size():
+    def _find_origin(self, tensor: Tensor, entry: RecordedCall) -> int | None:
+        """The argument that was cast to this tensor.
+
+        Equal values prove nothing: two arguments may both be zero. What is not seen to be cast is a parameter that
+        autocast has cast before, and then the only argument that this can be.
+        """
+        storage = tensor.untyped_storage()
+        for origin, cast in entry.casts:
+            if cast() is storage:
+                number = self._numbers.get(id(origin))
+                return number if number in entry.links else None
+        able = [number for number in dict.fromkeys(entry.links) if may_be_cast(self.tensors[number], tensor)]
+        if len(able) != 1 or not (self.tensors[able[0]].is_leaf and self.tensors[able[0]].requires_grad):
             return None
-        kind = (tensor.dtype, tensor.shape, tensor.stride())
-        cast = Cast(number, self.entries.index(entry), kind, int(tensor.storage_offset()))
         if self.classes.can_compare:
             with without_dispatch_modes(), torch.no_grad():
-                return cast if has_same_bits(cast.make(origin), tensor) else None
-        return cast
+                made = self.tensors[able[0]].to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+                return able[0] if has_same_bits(made, tensor) else None
+        return able[0]
 
     def _trace(self, tensor: Tensor, entry: RecordedCall | None) -> Source | None:
         """The number of a saved tensor, or of what it is a view of; None if it was made inside its call."""
@@ -338,6 +355,7 @@ class Recording(FunctionMode):
             raw.sources.append(source)
             raw.metas.append(read_meta(tensor))
         self._place_inner(raw, inside, kept, held)
+        hold_casts(raw, held, {number for index in kept for number in self.entries[index].outs})
         uses = raw.count_uses(list(range(len(raw.sources))), held)
         return Renumbering(self, raw, held, uses).finish(drawing)
 

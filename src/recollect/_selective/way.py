@@ -150,6 +150,7 @@ class SelectiveWay(Rerun):
                 own=knowledge.buffers(),
                 is_exact=is_exact,
                 tracks_memory=is_new or decisions.fills,
+                note_cast=None if self._recording is None else self._recording.note_cast,
             )
             again = ServingMode(kept_calls)
         else:

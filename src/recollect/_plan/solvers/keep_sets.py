@@ -18,7 +18,7 @@ from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Way
 from recollect._plan.solvers.highs import Model
-from recollect._plan.ways import can_be_kept, find_forced, find_groups, find_way
+from recollect._plan.ways import can_be_kept, find_copied, find_forced, find_groups, find_held_for
 
 _SLICES = 12
 _LONGEST_S = 1.0
@@ -57,11 +57,8 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
 
 def keep_calls(problem: Problem, run: Run, calls: Iterable[int]) -> Option:
     """What it means to keep what these calls give: how the executor will get the rest back."""
-    kept = set(calls)
-    if not kept:
-        return Option(way=Way.RERUN)  # there is nothing to start a replay from
-    places = (place_of(problem, run, storage) for number in kept for storage in problem.makes[number])
-    return Option(way=find_way(problem, run, kept), kept=frozenset(places))
+    way, held = find_held_for(problem, run, set(calls))
+    return Option(way=way, kept=frozenset(place_of(problem, run, storage) for storage in held))
 
 
 def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
@@ -115,10 +112,14 @@ class Program:
         self._needs = run.needs if needs is None else needs
         forced = find_forced(problem, run) if needs is None else ()
         self._there = there.union(storage for number in forced for storage in problem.makes[number])
+        self._copied = {} if self._is_bound else find_copied(problem, run)
         self._calls = self._find_calls()
         self._values = self._find_values()
         self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
         self._kept = {storage: at for at, storage in enumerate(self._values, len(self._calls))}
+        for storage, copies in self._copied.items():
+            if storage in self._kept:
+                self._kept.update(dict.fromkeys(copies, self._kept[storage]))  # what is kept of it are these
         self.plain_bytes = sum(problem.sizes[storage] for storage in self._needs if problem.is_evictable(storage, run))
         self.keepable = [
             storage for storage, value in self._values.items() if storage in run.makes and value.can_be_kept
@@ -155,11 +156,17 @@ class Program:
             for storage in problem.makes[call]:
                 held_anyway = not problem.is_evictable(storage, run)
                 size = 0 if held_anyway and storage in self._needs else problem.sizes[storage]
+                if storage in self._copied:
+                    size = sum(problem.sizes[copy] for copy in self._copied[storage])
                 found[storage] = _Value(storage, size, self._is_bound or can_be_kept(problem, run, call))
             for storage in problem.reads[call]:
                 end = problem.spans[storage][1]
                 if storage not in run.makes and end is not None and end <= (run.start or 0):
                     found[storage] = _Value(storage, problem.sizes[storage], True)  # noqa: FBT003
+        for storage, copies in self._copied.items():
+            if storage in found:
+                for copy in copies:
+                    found.pop(copy, None)
         return found
 
     def _build(self) -> Model:
@@ -174,6 +181,11 @@ class Program:
         assert limit == _LIMIT_ROW
         for row, least in self._list_needs():
             model.require(row, at_least=least)
+        for copy in (copy for copies in self._copied.values() for copy in copies if copy in self._kept):
+            # What was kept of a value are its copies: calls that take it are not made again.
+            for reader in self._problem.read_by[copy]:
+                if reader in self._again:
+                    model.require({self._kept[copy]: 1.0, self._again[reader]: 1.0}, at_most=1.0)
         for group in self._find_groups() if not self._is_bound else ():
             for first, other in itertools.pairwise(group):
                 model.require({self._again[first]: 1.0, self._again[other]: -1.0}, at_least=0.0, at_most=0.0)
@@ -186,7 +198,7 @@ class Program:
         for call in self._calls:
             for storage in problem.reads[call]:
                 read_by[storage].append(call)
-        for storage in self._values:
+        for storage in self._kept:
             makers = tuple(call for call in run.makes.get(storage, ()) if call in self._again)
             readers = [call for call in read_by[storage] if call not in makers]
             for maker in makers or (None,):
@@ -248,8 +260,10 @@ class Program:
     def _read_kept(self, values: list[float]) -> frozenset[int]:
         return frozenset(
             storage
-            for storage, at in self._kept.items()
-            if values[at] > _HALF and storage in self._run.makes and not self._is_again(values, storage)
+            for storage in self._values
+            if values[self._kept[storage]] > _HALF
+            and storage in self._run.makes
+            and not self._is_again(values, storage)
         )
 
     def _is_again(self, values: list[float], storage: int) -> bool:
