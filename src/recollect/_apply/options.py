@@ -212,6 +212,8 @@ class SendingSelectiveRegion(Sending, SelectiveRegion):
 
     __slots__ = ("elsewhere",)
 
+    holds_elsewhere = True
+
 
 def has_peers() -> bool:
     """Whether other processes take part in this one's training. Costs 0.3 µs alone."""

@@ -17,6 +17,7 @@ from recollect._recompute.region import Region
 from recollect._report.explained import ExplainedCall, ExplainedRegion, ExplainedSite, Explanation
 from recollect._selective.decisions import DecisionLine, Decisions
 from recollect._selective.knowledge import Knowledge, all_knowledge, knowledge_of
+from recollect._selective.plain import keeps_all
 from recollect._selective.program import Program
 from recollect._selective.region import SelectiveRegion
 from recollect._selective.unmatched import count_matches
@@ -214,6 +215,8 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_way(decisions: Decisions) -> str:
+    if keeps_all(decisions.policy, decisions.region):
+        return ""
     if decisions.program is not None:
         return "by replaying what backward asks for"
     if decisions.keeps_ops:

@@ -57,7 +57,7 @@ class ExplainedCall:
     """Blocks that are kept whole, then operators in the order in which they ran; not those that can only be run again:
     views, writes in place."""
     way: str
-    """How it is recomputed, in words."""
+    """How it is recomputed, in words; empty if nothing is."""
     replayed_from: tuple[int, int] | None
     """If it is replayed: how many kept results that starts from, and their bytes. The others are let go."""
 
@@ -245,6 +245,8 @@ def _format_sums(call: ExplainedCall, regions: int) -> list[str]:
     if regions > 1:
         kept, again = _size(call.kept, regions), _size(call.recomputed, regions)
         lines.append(f"in all {regions} regions: kept {kept}; recomputed {again}")
+    if not call.way:
+        return [*lines, "nothing is recomputed: autograd holds what it would hold without the region"]
     held = ""
     if call.replayed_from is not None:
         count, size = call.replayed_from

@@ -83,7 +83,8 @@ class DecisionLine:
         return self.decision is Decision.OFFLOAD
 
 
-_RECOMPUTED = DecisionLine(key=None, shapes=(), what="", decision=Decision.RECOMPUTE, by="")
+RECOMPUTED = DecisionLine(key=None, shapes=(), what="", decision=Decision.RECOMPUTE, by="")
+"""Of a call that nobody keeps."""
 _SIZES = frozenset({"shape", "bytes", "flops"})
 _SITE_FIELDS = tuple(one.name for one in fields(Site))
 
@@ -225,8 +226,8 @@ class Decisions:
 
     def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         """What was learned of a call; a policy that goes by sizes is asked again where they differ."""
-        line = self.by_call.get((func, torch.is_grad_enabled(), call), _RECOMPUTED)
-        if self.is_varying and line is not _RECOMPUTED and line.shapes != shapes_of(result):
+        line = self.by_call.get((func, torch.is_grad_enabled(), call), RECOMPUTED)
+        if self.is_varying and line is not RECOMPUTED and line.shapes != shapes_of(result):
             line = self._judge_again(line, operator, args, kwargs, result)
         return line
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from recollect._core.authors import Role
@@ -16,15 +17,22 @@ from recollect._recompute.frame import Frame
 from recollect._recompute.region import Region
 from recollect._recompute.way import Options
 from recollect._selective.knowledge import Kind, Knowledge, are_apart, find_knowledge
+from recollect._selective.plain import keeps_all, run_plain
 from recollect._selective.way import SelectiveWay
 
 __recollect_role__ = Role.REGION
 
 
 class SelectiveRegion(Region):
-    """A region whose policy keeps some of its values."""
+    """A region whose policy keeps some of its values; one that keeps them all is a plain call.
+
+    Attributes:
+        holds_elsewhere: whether what it holds lives on a tier, for which it must be a region whatever it keeps.
+    """
 
     __slots__ = ("_knowledge", "policy")
+
+    holds_elsewhere = False
 
     def __init__(self, name: str, fn: Callable[..., Any], options: Options, policy: Policy) -> None:
         super().__init__(name, fn, options)
@@ -43,6 +51,10 @@ class SelectiveRegion(Region):
                 "saved-tensor hooks.\nLeave policy= out there, or use recollect.apply with Decision.RECOMPUTE alone."
             )
             raise TransformError(message)
+        if not self.holds_elsewhere and keeps_all(self.policy, self.name) and torch.is_grad_enabled():
+            knowledge = self._find_knowledge()
+            decisions = knowledge.decisions_for(_kind_of(self.fn, args, kwargs))
+            return run_plain(knowledge, decisions, self.fn, args, kwargs)
         return super().run(args, kwargs)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
