@@ -1,5 +1,6 @@
 """Levers in compiled code: the graph is left for them, so that chunks still follow each other; gradients are right."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ TOKENS = torch.randint(0, WORDS, (2, 32), generator=torch.Generator().manual_see
 class Net(nn.Module):
     """A part that treats every token by itself, and a head larger than that."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 64) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(WORDS, 16)
-        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.mlp = nn.Sequential(nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))
         self.head = nn.Linear(16, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -51,32 +52,61 @@ def test_a_lever_works_in_compiled_code(name: str, path: str, lowers: float) -> 
         assert recollect.profile(compiled, TOKENS, timed=False).peak_bytes < lowers * plain
 
 
-@pytest.mark.parametrize("lever", ["chunked_loss", "chunked_mlp"])
-def test_levers_are_refused_for_a_model_that_is_compiled_already(lever: str) -> None:
+LEVERS: dict[str, tuple[dict[str, Any], float]] = {
+    "values": ({}, 0.9),
+    "chunked_loss": ({"chunked_loss": "head"}, 0.7),
+    "chunked_mlp": ({"chunked_mlp": "mlp"}, 0.7),
+    "micro_batches": ({"micro_batches": 2}, 0.75),
+}
+"""What a budget needs, and the budget as a share of the plain step's peak."""
+
+
+def net_for(name: str) -> Net:
+    return Net(hidden=512 if name == "chunked_mlp" else 64)
+
+
+def compiled_as_a_whole(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def check_fit(model: nn.Module, call: Any, name: str, compiled_after: Callable[[], None] = lambda: None) -> None:
+    """Fit a model with what a budget needs, and train it for a step."""
+    other = net_for(name)
+    expected = gradients(other, other)
+    levers, share = LEVERS[name]
+    budget = int(share * recollect.profile(other, TOKENS, timed=False).peak_bytes)
+    with recollect.fit(call, TOKENS, budget=budget, levers=levers) as fitted:
+        assert tuple(lever.name for lever in fitted.plan.levers) == tuple(levers)
+        assert fitted.plan.regions or levers
+        compiled_after()
+        model.zero_grad()
+        fitted.forward_backward(TOKENS)
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model, call), expected)
+
+
+def compiled_in_parts(model: Any) -> Any:
+    """As torchtitan and others do it: blocks are replaced by what torch.compile returns."""
+    model.mlp = torch.compile(model.mlp, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [compiled_as_a_whole, compiled_in_place, compiled_in_parts])
+@pytest.mark.parametrize("name", LEVERS)
+def test_a_model_that_is_compiled_already_is_fitted_as_it_is_written(name: str, compiled: Any) -> None:
     pytest.importorskip("scipy")
-    model: Any = torch.compile(Net(), backend="eager")
-    with pytest.raises(ValueError, match=f"lever '{lever}': the model is compiled, and modules inside"):
-        recollect.fit(model, TOKENS, budget="min", levers={lever})
+    model = net_for(name)
+    check_fit(model, compiled(model), name)
 
 
-def test_a_compiled_block_does_not_keep_the_loss_from_being_chunked() -> None:
+@pytest.mark.parametrize("name", LEVERS)
+def test_a_fitted_model_is_compiled_after(name: str) -> None:
     pytest.importorskip("scipy")
-    model = Net()
-    model.mlp.compile(backend="eager")
-    with pytest.raises(ValueError, match="lever 'chunked_mlp': 'mlp' of the model is compiled"):
-        recollect.fit(model, TOKENS, budget="min", levers={"chunked_mlp"})
-    expected = gradients(model, model)
-    with recollect.fit(model, TOKENS, budget="min", levers={"chunked_loss"}) as fitted:
-        assert [lever.name for lever in fitted.plan.levers] == ["chunked_loss"]
-        torch.testing.assert_close(gradients(model, model), expected)
-
-
-@pytest.mark.parametrize(("backend", "text"), [("eager", "no plan fits"), ("aot_eager", "has no backward pass")])
-def test_a_compiled_model_that_cannot_be_planned_is_to_be_fitted_first(backend: str, text: str) -> None:
-    pytest.importorskip("scipy")
-    model: Any = torch.compile(Net(), backend=backend)
-    with pytest.raises(ValueError, match=text) as caught:
-        recollect.fit(model, TOKENS, budget="1KiB")
-    assert caught.value.__notes__ == [
-        "Modules inside of compiled code cannot be seen: fit the model first, then compile it"
-    ]
+    model = net_for(name)
+    check_fit(model, model, name, lambda: model.compile(backend="aot_eager"))

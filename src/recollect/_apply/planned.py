@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -46,7 +47,11 @@ def choose_planned(
         why = _misfit(region, target, names, owned)
         if target is None or why:
             raise ValueError(_refuse(model, plan, why))
-        chosen.append((target, _make_rule(plan, region, shared)))
+        rule = _make_rule(plan, region, shared)
+        if rule.choices is not None and rule.choices.policy is not None:
+            # Around what torch.compile returned nothing inside can be kept; inside, its graph knows the region.
+            target = replace(target, chain=target.chain[-1:])
+        chosen.append((target, rule))
     return chosen
 
 

@@ -19,8 +19,9 @@ from recollect._core.units import format_bytes
 from recollect._fit.arguments import check_arguments
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
+from recollect._fit.compiled import as_written
 from recollect._fit.fitted import Fitted
-from recollect._fit.levers import find_compiled, read_levers, refuse_compiled
+from recollect._fit.levers import read_levers
 from recollect._fit.loaders import list_batches
 from recollect._fit.ranks import Ranks
 from recollect._fit.shapes import Bucket, PlanSwitch, Seen
@@ -55,7 +56,9 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     are afterwards as they were, also if it fails.
 
     Args:
-        model: any module; its modules become regions in place.
+        model: any module; its modules become regions in place. One that is compiled, or has parts that are,
+            is planned by a step that runs as it is written. The figures are those of the compiled step; on the CPU,
+            where memory of compiled code cannot be seen, those of the other.
         batch: what a step is called with, as large as it gets: a tensor, a tuple of arguments, a dict of keywords,
             whatever the model's forward takes as one argument, or a DataLoader, of whose first 64 batches the largest
             is taken. Tensors on the CPU are sent to where the model is. A list of tuples, or of dicts, is several
@@ -97,7 +100,6 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     """
     check_arguments(model, batch, budget=budget, loss=loss, step=step)
     asked = read_levers(levers, owns_step=step is None)
-    refuse_compiled(model, asked)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:
         message = f"lever {MICRO_BATCHES!r} is for one batch, and there are {len(batches)}: pass the largest"
@@ -129,13 +131,13 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         for subject in subjects:
             if corrected:
                 corrected[-1].applied.pause()
-            corrected.append(_correct(*choose_attempt(subject, asked, budget), budget))
+            with as_written(model):
+                chosen = choose_attempt(subject, asked, budget)
+            corrected.append(_correct(*chosen, budget))
         fitted = _finish(model, corrected, budget, recovers=recover)
-    except BaseException as error:
+    except BaseException:
         for done in corrected:
             done.applied.remove()
-        if isinstance(error, ValueError) and find_compiled(model):
-            error.add_note("Modules inside of compiled code cannot be seen: fit the model first, then compile it")
         raise
     _log.info("%s", fitted)
     return fitted
@@ -179,7 +181,8 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
     limit, ranks = plan.forecast.budget_bytes, attempt.subject.ranks
     wanted: int | str = budget
     seen, tried = Seen(), set[str]()
-    ranks.together(lambda: compare_gradients(attempt))
+    with as_written(attempt.subject.model):
+        ranks.together(lambda: compare_gradients(attempt))
     for tries in range(1, _MOST_TRIES + 1):
         run = _run(attempt, plan, seen)
         fits = limit is None or (run.peak_bytes is not None and run.peak_bytes <= limit)

@@ -229,30 +229,3 @@ def _make_twin(module: nn.Module) -> nn.Module:
         whole = torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device) * scale
         memo[id(parameter)] = nn.Parameter(whole)
     return copy.deepcopy(module, memo)
-
-
-def refuse_compiled(model: nn.Module, asked: Asked) -> None:
-    """Refuse levers for a model that is compiled already: modules inside of compiled code cannot be seen.
-
-    Raises:
-        ValueError: it is.
-    """
-    compiled = find_compiled(model)
-    for name in asked:
-        if name == MICRO_BATCHES or not compiled or (name == CHUNKED_LOSS and "" not in compiled):
-            continue
-        where = f"'{compiled[0]}' of the model" if compiled[0] else "the model"
-        message = (
-            f"lever {name!r}: {where} is compiled, and modules inside of compiled code cannot be seen. Fit the model "
-            "first, then compile it"
-        )
-        raise ValueError(message)
-
-
-def find_compiled(model: nn.Module) -> list[str]:
-    """The paths of modules that are compiled already."""
-    return [
-        target.name
-        for target in find_targets(model)
-        if target.is_compiled or vars(target.chain[-1]).get("_compiled_call_impl") is not None
-    ]

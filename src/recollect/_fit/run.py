@@ -16,6 +16,7 @@ from recollect._apply.targets import by_name, find_targets
 from recollect._core.profiles import Profile
 from recollect._core.sharded import is_sharded
 from recollect._fit.batches import Call
+from recollect._fit.compiled import as_written, hides_memory
 from recollect._inspect.profile import profile_step
 
 _log = logging.getLogger("recollect")
@@ -62,7 +63,8 @@ class Runner:
         """The peak and the time of a step as it is now; no peak if memory ran out."""
         gc.collect()
         try:
-            seen = self._profile()
+            with as_written(self._model) if hides_memory(self._model) else nullcontext():
+                seen = self._profile()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return None, None

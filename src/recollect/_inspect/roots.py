@@ -19,6 +19,7 @@ from recollect._profile.capture import Capture
 from recollect._profile.snapshot import name_states
 
 Optimizers = Sequence[torch.optim.Optimizer]
+_COMPILED = "_orig_mod"  # where torch.compile keeps the module that it was given
 
 
 def unwrap_replicas(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -72,7 +73,7 @@ def list_modules(places: Places) -> Iterator[ModuleEntry]:
     for module, path in places.modules():
         if path not in seen:
             seen.add(path)
-            yield ModuleEntry(path=path, kind=type(module).__name__)
+            yield ModuleEntry(path=path, kind=type(vars(module)["_modules"].get(_COMPILED, module)).__name__)
 
 
 def list_block_paths(places: Places, modules: Sequence[nn.Module]) -> Iterator[str]:
