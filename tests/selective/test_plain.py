@@ -90,7 +90,12 @@ def test_a_region_around_it_forgets_what_it_keeps() -> None:
         return result
 
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         loss = recollect.checkpoint(outer)(torch.ones(1, 4, 32)).sum()
     loss.backward()
     assert len(saved) <= 1
