@@ -616,3 +616,23 @@ def test_peak_bytes_of_the_corpus_are_at_most_those_of_torch(case: Case) -> None
     with case.around():
         peaks = of_both(case.build, backward)
     assert 0 < peaks.ours <= peaks.theirs
+
+
+@pytest.mark.parametrize("engine", ["native", "to the end"])
+def test_a_graph_that_a_function_puts_away_holds_nothing_else_that_was_recomputed(engine: str) -> None:
+    # As `nn.utils.spectral_norm` does: its hook sets the weight anew at each call, with the graph that made it.
+    weight, away, watched = torch.randn(4, requires_grad=True), list[Tensor](), Watched()
+
+    def fn(x: Tensor) -> Tensor:
+        away[:] = [weight.exp()]
+        y = x.sin()
+        watched.show(**{f"{recollect.is_recomputing()}": y})
+        return (y * away[0]).exp().sin()
+
+    x = fresh()
+    watched.show(x=x)
+    loss = NATIVE[engine](fn)(x).sum()
+    del x
+    backward(loss)
+    del loss
+    assert not watched.alive

@@ -128,11 +128,45 @@ def test_numbers_are_drawn_again_on_request(kind: str, x: Tensor) -> None:
     assert stands
 
 
-@pytest.mark.parametrize(("kind", "preserve"), [("torch", False), ("python", True), ("numpy", {"torch", "python"})])
+@pytest.mark.parametrize(
+    ("kind", "preserve"), [("torch", False), ("python", {"torch"}), ("numpy", {"torch", "python"})]
+)
 def test_numbers_of_other_generators_go_on(kind: str, preserve: Any, x: Tensor) -> None:
     forward, again, stands = drawn_twice(kind, preserve, x)
     assert forward != again
     assert not stands
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_numbers_that_a_region_is_found_to_draw_are_drawn_again(kind: str, x: Tensor) -> None:
+    forward, again, stands = drawn_twice(kind, True, x)
+    assert forward == again
+    assert stands
+
+
+def test_other_generators_are_read_at_the_first_calls_and_where_they_move(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Counted(random.getstate)
+    monkeypatch.setattr(random, "getstate", reads)
+    drawn: list[float] = []
+
+    def draws(x: Tensor) -> Tensor:
+        drawn.append(random.random())
+        return (x * drawn[-1]).exp()
+
+    region, drawing = recollect.checkpoint(torch.sin), recollect.checkpoint(draws)
+    for _ in range(3):
+        backward(region(x).sum())
+    assert reads.calls > 0
+    reads.calls = 0
+    backward(region(x).sum())
+    assert reads.calls == 0
+    for _ in range(5):
+        loss = drawing(x).sum()
+        random.random()
+        backward(loss)
+    assert drawn[::2] == drawn[1::2]
 
 
 @pytest.mark.parametrize("place", ["positional", "keyword", "nested"])

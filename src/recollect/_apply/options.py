@@ -24,7 +24,7 @@ from recollect._recompute.rng import parse_preserve
 from recollect._recompute.way import Options
 from recollect._selective.region import SelectiveRegion
 
-_DEFAULTS = Options(preserve=frozenset({"torch"}), early_stop=True, matcher=Matcher())
+_DEFAULTS = Options(preserve=parse_preserve(preserve=True), early_stop=True, matcher=Matcher())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices, warn_if_nothing_kept
 from recollect._core.torch_private.compiler import untraced
 from recollect._policy.presets import Tally
-from recollect._recompute.module_tree import Memory
+from recollect._recompute.memory import Memory
 
 
 class StandIn(InstanceForward):

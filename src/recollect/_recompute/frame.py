@@ -49,7 +49,7 @@ from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.handles import FIRST, Handed, is_live
 from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
-from recollect._recompute.module_tree import Memory
+from recollect._recompute.memory import Memory
 from recollect._recompute.oplog import OpLog, describe_tensor
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence

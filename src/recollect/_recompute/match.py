@@ -197,6 +197,7 @@ class Recorder:
         too_few = made <= self._last
         too_many = not self._stops and made > self._count and not frame.is_open
         if not (self._differ or too_few or too_many):
+            self._leaves = []  # the graph of the recomputation may live on, and holds the hook
             return
         name = frame.name
         log = self.log if self.log is not None else log_again(frame, self._leaves)

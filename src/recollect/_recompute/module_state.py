@@ -32,7 +32,8 @@ from recollect._core.scope import current_run
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import ChangedWatch, address_of
-from recollect._recompute.module_tree import Memory, ModuleTree, find_watched
+from recollect._recompute.memory import Memory
+from recollect._recompute.module_tree import ModuleTree, find_watched
 
 _MISSING, _ABSENT = object(), object()
 

@@ -108,12 +108,3 @@ class ModuleTree:
     def tables(self, roots: list[nn.Module], *, of_buffers: bool) -> Iterator[Table]:
         """The table of parameters, or of buffers, that each has now."""
         return map(_buffers if of_buffers else _parameters, (*map(vars, roots), *self._inner_attributes))
-
-
-class Memory:
-    """What the calls of one region have shown: asked again only where it no longer holds."""
-
-    __slots__ = ("tree",)
-
-    def __init__(self) -> None:
-        self.tree: ModuleTree | None = None

@@ -13,7 +13,7 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame
 from recollect._recompute.functional import run_functional
-from recollect._recompute.module_tree import Memory
+from recollect._recompute.memory import Memory
 from recollect._recompute.rerun import RERUN
 from recollect._recompute.way import Options
 

@@ -71,7 +71,7 @@ class Rerun:
         found: dict[int, tuple[Tensor, int]] = {}
         live = [number == index for number in range(len(frame.handles))]
         self._run(frame, found, live, last=index, stops_early=True)
-        value, version = found[index]
+        value, version = found.pop(index)
         if value._version != version:  # noqa: SLF001
             frame.refuse_changed(value)
         return value
@@ -137,8 +137,8 @@ class Collector:
 
         A closure, written out: it runs per saved tensor. The detach takes 0.35 µs of it, the metadata 0.25.
         """
-        frame, leaves, made = self._frame, self._leaves, self._made
-        add, add_meta, enough, count, constant = made.append, self._metas.append, len(frame.handles), 0, 0
+        made = self._made
+        add, add_meta, enough, count, constant = made.append, self._metas.append, len(self._frame.handles), 0, 0
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count, constant
@@ -155,7 +155,7 @@ class Collector:
             add(tensor)
             if count >= enough:
                 before = made[-2] if 0 < constant == count - 1 else None
-                if count > enough or may_stop(frame, before, tensor, leaves):
+                if count > enough or may_stop(self._frame, before, tensor, self._leaves):
                     raise StopRecomputation
             return tensor
 
@@ -163,8 +163,14 @@ class Collector:
         return pack
 
     def fill(self) -> bool:
-        """Give what was collected to the frame; False, and nothing is given, if something differs from forward."""
-        frame, made, metas = self._frame, self._made, self._metas
+        """Give what was collected to the frame; False, and nothing is given, if something differs from forward.
+
+        Afterwards nothing is held here: the graph of the recomputation may live on in something that the function put
+        away, a module's attribute, and it holds the hook.
+        """
+        frame, made, metas = self._frame, list(self._made), self._metas
+        self._made.clear()
+        self._leaves = []
         del made[len(frame.handles) :], metas[len(frame.handles) :]  # one more may have come before it stopped
         if len(made) < len(frame.handles):
             return False
@@ -215,6 +221,7 @@ def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_las
         pass
     finally:
         pop_hooks()
+        hook.frame = None  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from recollect._core.pytree import Arguments
 from recollect._recompute.graph_rng import enter_capture
+from recollect._recompute.memory import FOUND
 
 _NAMES = frozenset({"torch", "python", "numpy"})
 
@@ -229,14 +230,14 @@ def parse_preserve(preserve: bool | Iterable[str]) -> frozenset[str]:  # noqa: F
     """The kinds of generator to preserve.
 
     >>> sorted(parse_preserve(True)), sorted(parse_preserve(False)), sorted(parse_preserve({"torch", "numpy"}))
-    (['torch'], [], ['numpy', 'torch'])
+    (['found', 'torch'], [], ['numpy', 'torch'])
     >>> parse_preserve("cuda")
     Traceback (most recent call last):
     ...
     ValueError: preserve_rng='cuda': expected True, False or a collection of 'numpy', 'python', 'torch'
     """
     if isinstance(preserve, bool):
-        return frozenset({"torch"}) if preserve else frozenset()
+        return frozenset({"torch", FOUND}) if preserve else frozenset()
     is_collection = isinstance(preserve, Iterable) and not isinstance(preserve, str)
     kinds: frozenset[str] = frozenset(preserve) if is_collection else frozenset()
     if not kinds or not kinds <= _NAMES:
@@ -321,6 +322,12 @@ class RngState:
         if self._others:
             self._others = [entry for entry in self._others if not entry[0].same(entry[1], entry[0].read())]
         return None if self._cpu is None and not self._others else self
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which of Python's and NumPy's there are."""
+        found = [source for source, _ in self._others]
+        return frozenset(name for name, source in (("python", _PYTHON), ("numpy", _NUMPY)) if source in found)
 
     @property
     def entries(self) -> list[tuple[Source, Any]]:

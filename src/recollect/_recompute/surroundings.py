@@ -19,8 +19,8 @@ from recollect._core.reachable import find_modules
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
+from recollect._recompute.memory import FOUND, Memory
 from recollect._recompute.module_state import ModuleState
-from recollect._recompute.module_tree import Memory
 from recollect._recompute.objects import COLLECTIONS, ObjectState, copy_collections, may_change
 from recollect._recompute.rng import RngState, Source, put_back
 
@@ -58,9 +58,13 @@ class Surroundings:
 
     Attributes:
         is_captured: whether forward must run under something, because a CUDA graph is being captured.
+        preserved: the kinds of generator that are put back for recomputation.
     """
 
-    __slots__ = ("_ambient", "_collecting", "_context", "_objects", "_rng", "is_captured", "modules", "region")
+    __slots__ = (
+        *("_ambient", "_collecting", "_context", "_memory", "_objects", "_rng"),
+        *("is_captured", "modules", "preserved", "region"),
+    )
 
     def __init__(
         self,
@@ -74,7 +78,9 @@ class Surroundings:
     ) -> None:
         self.region = region
         self._ambient = Ambient()
-        self._rng = RngState(preserve, arguments) if preserve else None
+        self._memory = memory
+        self.preserved = memory.preserved if memory is not None and FOUND in preserve else preserve
+        self._rng = RngState(self.preserved, arguments) if preserve else None
         self.is_captured = self._rng is not None and self._rng.around_forward is not None
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
@@ -108,6 +114,8 @@ class Surroundings:
             self.modules.settle()
         if self._rng is not None:
             self._rng = self._rng.settle(self.region)
+            if self._memory is not None and self._memory.looks:
+                self._memory.note_moved(frozenset() if self._rng is None else self._rng.kinds)
         if self._objects is not None:
             self._objects = self._objects.settle()
 

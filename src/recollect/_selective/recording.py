@@ -27,6 +27,7 @@ from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
 from recollect._core.torch_private.dispatch import fake_class, without_dispatch_modes
+from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
 from recollect._selective.casts import hold_casts, may_be_cast
 from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of
@@ -207,6 +208,8 @@ class Recording(FunctionMode):
         number = self._numbers[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         self._makers.append(maker)
+        if is_tracked(tensor):
+            self.broken("it runs a torch.func transform inside")
         is_plain = type(tensor) in self.classes.plain and tensor.layout is torch.strided and not tensor.is_inference()
         if not is_plain or tensor.is_complex():  # a view of complex numbers may be a conjugate one
             self.broken(f"it works on an unusual tensor ({type(tensor).__name__}, {tensor.layout})")

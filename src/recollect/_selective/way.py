@@ -163,7 +163,7 @@ class SelectiveWay(Rerun):
             mode=mode,
             recorder=recorder,
             scopes=scopes,
-            generators=sources_by_request(frame.options.preserve),
+            generators=sources_by_request(frame.around.preserved),
             modules=frame.around.modules,
         )
         self._mode = mode
