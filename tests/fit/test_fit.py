@@ -157,3 +157,22 @@ def test_if_no_plan_fits_as_predicted_the_step_under_full_recomputation_decides(
         recollect.fit(model, x, budget=full - 4096)
     assert error.value.smallest_bytes == full
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Dropping(nn.Module):
+    """Leaves its second layer out, as layer drop would now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number == 1 else x + layer(x)
+        return x
+
+
+def test_layers_that_did_not_run_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with recollect.fit(Dropping(), torch.ones(64, 32), budget="min"):
+        pass
+    assert "recollect.fit: layers.1 did not run in the profiled step: planned like layers." in caplog.text

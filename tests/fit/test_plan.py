@@ -344,3 +344,44 @@ def test_a_step_that_checkpoints_itself_is_refused_with_the_switches_that_turn_t
     said = r"recomputes already, from aten.* in layers.* not by recollect.*\n.*gradient_checkpointing_disable\(\)"
     with pytest.raises(ValueError, match=said):
         recollect.fit(Checkpointed(), torch.ones(4, 8), budget="min")
+
+
+class Dropping(nn.Module):
+    """Leaves layers out, as training with layer drop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+        self.left_out = {1}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in self.left_out:
+                x = x + layer(x)
+        return x
+
+
+def test_layers_that_did_not_run_are_planned_like_those_beside_them() -> None:
+    model, x = Dropping(), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    plan = recollect.plan(recollect.profile(model, x), budget="min")
+    ways = {region.path: (region.way, region.keeps) for region in plan.regions}
+    assert ways["layers.1"] == ways["layers.0"]
+    kept = {number: sum(choice.region == f"layers.{number}" for choice in plan.choices) for number in (0, 1)}
+    assert kept[0] == kept[1]
+    [note] = [note for note in plan.notes if "did not run" in note]
+    assert note.startswith("layers.1 did not run in the profiled step: planned like layers.0.")
+    model.left_out.clear()
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with recollect.apply(model, plan):
+        found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        under = recollect.profile(model, x).peak_bytes
+    assert all(map(torch.equal, found, expected))
+    assert under < recollect.profile(model, x).peak_bytes
+
+
+def test_with_all_layers_at_work_nothing_is_said_of_idle_ones() -> None:
+    model = Dropping()
+    model.left_out.clear()
+    plan = recollect.plan(recollect.profile(model, torch.ones(64, 32)), budget="min")
+    assert plan.regions
+    assert not any("did not run" in note for note in plan.notes)

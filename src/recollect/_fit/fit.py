@@ -151,6 +151,9 @@ def _finish(model: nn.Module, corrected: list[_Corrected], budget: int | str, *,
     ready = [(done.plan, done.applied) for done in corrected]
     switch = PlanSwitch(buckets, safe).start(model, last.plan, ready)
     plans = tuple(done.plan for done in corrected)
+    for note in dict.fromkeys(one for done in corrected for one in done.plan.notes):
+        if note not in last.attempt.profile.notes:
+            _log.warning("recollect.fit: %s", note)
     return Fitted(last.attempt, switch, plans=plans, tries=max(done.tries for done in corrected), recovers=recovers)
 
 

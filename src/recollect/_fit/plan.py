@@ -13,6 +13,7 @@ from recollect._fit.standard import FULL
 from recollect._fit.work import Work, find_margin_share, find_speed, read_tiers, work_for
 from recollect._plan.budget import FASTEST, SMALLEST, Budget, parse_budget
 from recollect._plan.frontier import Point
+from recollect._plan.idle import describe_idle, find_idle, plan_idle
 from recollect._plan.solvers.highs import import_scipy
 from recollect._plan.write import take_fingerprint, write_choices, write_regions
 
@@ -130,10 +131,13 @@ def _write(work: Work, point: Point, asked: Budget, margin: int, name: str, tier
     entry = profile.allocators[0] if profile.allocators else None
     loose = entry.reserved_bytes / entry.peak_bytes - 1 if entry is not None and entry.peak_bytes else _FRAGMENTATION
     has_allocator = entry is not None or profile.rounding_bytes > 1
+    choices, regions = list(write_choices(problem, point.choice)), list(write_regions(problem, point.choice, tier))
+    idle = find_idle(problem, regions)
+    idle_regions, idle_choices = plan_idle(problem, idle, choices)
     return Plan(
         name=name or f"{profile.name} within {asked.text}".strip(),
-        choices=tuple(write_choices(problem, point.choice)),
-        regions=tuple(write_regions(problem, point.choice, tier)),
+        choices=(*choices, *idle_choices),
+        regions=(*regions, *idle_regions),
         forecast=Forecast(
             peak_bytes=point.peak_bytes,
             step_s=point.step_s,
@@ -154,5 +158,5 @@ def _write(work: Work, point: Point, asked: Budget, margin: int, name: str, tier
             ),
         ),
         fingerprint=take_fingerprint(profile),
-        notes=profile.notes,
+        notes=(*profile.notes, *describe_idle(idle)),
     )

@@ -19,7 +19,12 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
     "a float": (lambda x: x.sum().item(), 1.0, "a number that is read"),
     "floats": (lambda x: x[0].tolist(), [1.0] * 4, "a number that is read"),
     "a condition": (lambda x: 1 if x.sum() > 0 else 2, 2, "what the step decides by"),
+    "a check": (lambda x: bool((x > 0).all()), True, "whether all are"),
+    "an alarm": (lambda x: bool((x > 0).any()), False, "what the step decides by"),
+    "a distribution": (lambda x: torch.distributions.Normal(x, x.exp()).mean.shape, (3, 4), "whether all are"),
     "equality": (lambda x: torch.equal(x, x + 1), False, "whether two tensors are equal"),
+    "NaN": (lambda x: bool(x.isnan().sum() == 0), True, "whether values are NaN"),
+    "infinity": (lambda x: bool(torch.isfinite(x).all()), True, "whether values are NaN"),
     "a mask as index": (lambda x: x[x > 0].shape, (12,), "a mask"),
     "a mask of rows as index": (lambda x: x[x[:, 0] > 0].shape, (3, 4), "a mask"),
     "where": (lambda x: [part.shape for part in torch.where(x > 0)], [(12,), (12,)], "a mask"),
@@ -39,6 +44,18 @@ def test_what_changes_memory_little_is_answered_and_noted(case: str) -> None:
     assert len(noted) == 1
     assert "at test_answers.py:" in noted[0]
     assert "has no value in a dry profile: taken as" in noted[0]
+
+
+def test_what_a_step_was_told_is_said_where_it_fails_afterwards() -> None:
+    def check(x: Tensor) -> Tensor:
+        assert x.sum() > 0, "positive only"
+        return x.sum()
+
+    with pytest.raises(AssertionError, match="positive only") as error:
+        recollect.profile(check, torch.ones(3, requires_grad=True), dry=True)
+    [note] = error.value.__notes__
+    assert note.startswith("This may be for what a dry profile assumed; a real one (dry=False) knows:\n  what the step")
+    assert "taken as False" in note
 
 
 def test_a_one_hot_mask_is_true_as_often_as_it_is_on_average() -> None:

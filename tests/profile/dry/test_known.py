@@ -14,6 +14,8 @@ from recollect._profile.dry.step import dry_step
 CPU = find_device("cpu")
 TOKENS = torch.tensor([[3, 1, 4, 0], [1, 5, 0, 0]])
 
+HELD = torch.tensor(4)
+
 ASKED: dict[str, Callable[[Tensor], Any]] = {
     "a condition": lambda x: bool((x > 0).all()),
     "a number": lambda x: x.sum().item(),
@@ -25,7 +27,11 @@ ASKED: dict[str, Callable[[Tensor], Any]] = {
     "equality": lambda x: torch.equal(x, x.clone()),
     "unique": lambda x: x.unique().shape,
     "bincount": lambda x: x.flatten().bincount().shape,
+    "numbers in a list": lambda x: torch.tensor([x.max(), x[0].max() - 1]).tolist(),
+    "a number as text": lambda x: f"expert_{x[0, 0]} {x[0, 1]:02d}",
     "numbers of its own": lambda x: torch.arange(5).add(x[0, 0]).max().item(),
+    "a mask of floats of its own": lambda x: bool((torch.ones(2, 4) * (x >= 0)).bool().all()),
+    "a real number that it holds": lambda x: torch.arange(9)[: HELD + x.dim()].shape,
     "a view of a view": lambda x: x.t()[1:, 0].contiguous().tolist(),
 }
 
@@ -38,12 +44,18 @@ def test_what_is_made_of_given_numbers_alone_is_known_and_needs_no_note(case: st
         assert len(dry.notes) == 1
 
 
-def test_numbers_that_were_written_into_are_not_known_any_more() -> None:
+def test_numbers_that_were_written_into_are_known_if_what_was_written_is() -> None:
     with dry_step([], TOKENS.clone(), device=CPU) as dry:
-        view = dry.values[0]
+        view, shifted = dry.values[0], torch.zeros_like(dry.values)
+        shifted[:, 1:] = dry.values[:, :-1]
+        shifted[:, 0] = 7
         dry.values.mul_(2)
+        assert view.tolist() == [6, 2, 8, 0]
+        assert shifted.masked_fill_(shifted == 0, 9).tolist() == [[7, 3, 1, 4], [7, 1, 5, 9]]
+        dry.values[1].random_()
         with pytest.raises(Exception, match="_local_scalar_dense"):
             view.sum().item()
+        assert shifted[0, 0].item() == 7
 
 
 def test_random_numbers_are_not_known() -> None:

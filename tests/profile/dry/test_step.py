@@ -202,6 +202,13 @@ def test_numpy_and_conversions_are_told_what_they_are() -> None:
     assert layer.weight.dtype is torch.float32
 
 
+def test_a_module_that_is_converted_to_what_it_is_stays_as_it_is() -> None:
+    layer, convert = nn.Linear(2, 2), nn.Module._apply
+    with dry_step([layer], torch.ones(1, 2), device=CPU) as dry:
+        assert layer.to(torch.float32)(dry.values).shape == (1, 2)
+    assert nn.Module._apply is convert
+
+
 def test_a_tensor_that_the_step_brings_along_may_be_on_any_device() -> None:
     """As the batch of a closure is on a real device, where fakes are on none."""
     layer, tokens = nn.Embedding(8, 2), torch.zeros(3, dtype=torch.long, device="meta")

@@ -63,6 +63,20 @@ def without_log() -> Generator[None]:
         log.disabled = before
 
 
+@contextmanager
+def formatted_as_numbers() -> Generator[None]:
+    """Let fake tensors without dimensions be written as the number that they are asked for, as real ones are."""
+
+    def write(tensor: Tensor, spec: str) -> str:
+        return format(tensor.item(), spec) if not tensor.dim() else object.__format__(tensor, spec)
+
+    FakeTensor.__format__ = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__format__
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no memory behind it."""
     return isinstance(tensor, FakeTensor)

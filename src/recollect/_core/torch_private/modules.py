@@ -4,20 +4,25 @@ A hook is told the module and its arguments, but not which call it is of, nor wh
 stack says both. In the same way a module that is asked for its ``named_modules`` learns whether parameters and buffers
 are being listed.
 
-Private names: ``nn.Module._call_impl``, ``nn.Module._named_members``.
+A module that is converted (``.to(dtype)``, in the forward of routers of Transformers) swaps its tensors even if they
+are as asked for, which fake ones do not allow.
+
+Private names: ``nn.Module._call_impl``, ``nn.Module._named_members``, ``nn.Module._apply``.
 Would be replaced by: forward hooks that are given a token of their call, and called when anything at all was raised;
-a method by which a module names its members.
+a method by which a module names its members; conversions that leave alone what is as asked for.
 Run on: torch 2.11, 2.13.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import PurePath
 from sys import _getframe
 from types import FrameType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _CALLS = nn.Module._call_impl.__code__
 _LISTS = nn.Module._named_members.__code__
@@ -44,6 +49,29 @@ def is_running(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+@contextmanager
+def needless_conversions_left_out(is_meant: Callable[[Tensor], bool]) -> Generator[None]:
+    """Inside, modules that hold such tensors, and are converted to what they are already, stay as they are.
+
+    The method is replaced in the whole process; modules that hold none are converted as ever.
+    """
+    convert: Callable[..., nn.Module] = nn.Module._apply
+
+    def convert_if_needed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
+        tensors: list[Tensor] = [*module.parameters(recurse), *module.buffers(recurse)]
+        if any(map(is_meant, tensors)):
+            with torch.no_grad():
+                if all(fn(tensor) is tensor for tensor in tensors):
+                    return module
+        return convert(module, fn, recurse)
+
+    nn.Module._apply = convert_if_needed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 def lists_members() -> bool:

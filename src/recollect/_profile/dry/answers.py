@@ -4,7 +4,9 @@
 |---|---|
 | a float (``.item()``) | 1.0: floats scale and are logged |
 | an index, out of ``nonzero``, ``topk`` and the like | 0 |
-| a bool (``if`` on a tensor, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
+| whether all are (``all``) | True: checks of arguments pass |
+| another bool (``if`` on a tensor, ``any``, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
+| which values are NaN or infinite | none |
 | where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere; a one-hot mask as often as on average |
 | ``unique`` | all are different |
 | ``bincount`` with ``minlength`` | so many counts |
@@ -25,9 +27,9 @@ from torch import Tensor
 
 from recollect._core.operators import operator_of, tensors_in
 from recollect._core.places import Places
-from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
 from recollect._core.torch_private.fake import DATA_ERRORS, is_fake
-from recollect._profile.dry.known import KnownValues, note_value
+from recollect._profile.dry.known import KnownValues, note_known
 
 Note = Callable[[str], object]
 _MASKS = (torch.bool, torch.uint8)
@@ -35,6 +37,8 @@ _PASSING_ON = ("aten.index.Tensor", "aten.index_select.default", "aten.clone.def
 """Operators whose result is true as often as their first argument."""
 _CHOOSING = frozenset({"aten.argmax.default", "aten.argmin.default", "aten.topk.default", "aten.multinomial.default"})
 """Operators that give indices."""
+_UNUSUAL = frozenset({"aten.isnan.default", "aten.isinf.default", "aten.isposinf.default", "aten.isneginf.default"})
+_CHECKS = ("aten.all.", "aten._is_all_true.")
 _MATRIX = 2
 
 
@@ -53,6 +57,7 @@ class Answers(DispatchMode):
         self._densities: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
         self._ranges: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._indices: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
+        self._checks: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
         self._answers: dict[str, Callable[..., Any]] = {
             "aten._local_scalar_dense.default": self._read,
             "aten.equal.default": self._compare,
@@ -78,6 +83,12 @@ class Answers(DispatchMode):
             args = (args[0], self._index_by_numbers(args[1]), *args[2:])
         result = func(*args, **kwargs)
         self._known.note_made(func, args, kwargs, result)
+        if name in _UNUSUAL or _asks_if_usual(name, args):
+            self._say("whether values are NaN or infinite", "no")
+            with without_dispatch_modes():
+                note_known(result, torch.full(result.shape, name not in _UNUSUAL))
+        if name.startswith(_CHECKS):
+            self._checks[result.untyped_storage()] = None
         if name in _CHOOSING:
             self._indices[(result if isinstance(result, Tensor) else result[-1]).untyped_storage()] = None
         if name in _PASSING_ON or name == "aten.eq.Tensor" or name.startswith("aten.scatter"):
@@ -98,7 +109,7 @@ class Answers(DispatchMode):
             made = [torch.empty_like(part, device=tensors_in(args)[0].device) for part in parts]
             result = tuple(made) if isinstance(real, tuple) else made if isinstance(real, list) else made[0]
         for fake, part in zip(made, parts, strict=True):
-            note_value(fake, part)
+            note_known(fake, part)
         return result
 
     def _say(self, what: str, answer: str) -> None:
@@ -109,8 +120,9 @@ class Answers(DispatchMode):
 
     def _read(self, tensor: Tensor) -> Any:
         if tensor.dtype is torch.bool:
-            self._say("what the step decides by", "False")
-            return False
+            is_check = tensor.untyped_storage() in self._checks
+            self._say("whether all are" if is_check else "what the step decides by", str(is_check))
+            return is_check
         if tensor.is_floating_point():
             self._say("a number that is read", "1.0")
             return 1.0
@@ -187,6 +199,13 @@ class Answers(DispatchMode):
         count = tensor.numel()
         inverse = torch.empty(tensor.shape, dtype=torch.long)
         return torch.empty(count, dtype=tensor.dtype), inverse, torch.empty(count, dtype=torch.long)
+
+
+def _asks_if_usual(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a comparison is one that holds for all but NaN and infinity: torch.isfinite is composed of them."""
+    if name == "aten.eq.Tensor":
+        return args[0] is args[1] and bool(args[0].is_floating_point())
+    return name == "aten.ne.Scalar" and args[1] == math.inf
 
 
 def _is_mask(index: Any) -> bool:

@@ -1,5 +1,7 @@
 """What is known of values in a dry step: the whole numbers and masks that it is given, and what is made of those alone.
 
+Constants that the step makes itself are known, too.
+
 Models ask whether a mask is true everywhere and leave it out if it is, count the tokens of a batch, or look for the
 longest sequence. The batch is there, so the answer is that of the real step.
 """
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from recollect._core.operators import Operator, storages_in, tensors_in
 from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.fake import is_fake
 from recollect._core.torch_private.pytree import flatten, unflatten
 
 _NAME = "_recollect_value"
@@ -23,14 +26,17 @@ _MAKING = ("aten.arange.", "aten.zeros.", "aten.ones.", "aten.full.", "aten.scal
 
 
 def note_value(fake: Tensor, real: Tensor) -> None:
-    """A fake tensor stands for this one, which has values."""
-    if _is_small(real) and not real.is_meta:
+    """A fake tensor stands for this one, which is given; if it holds whole numbers, they are known."""
+    if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= _MOST:
+        with without_dispatch_modes():
+            note_known(fake, real.detach().clone())  # what writes into the fake writes into this
+
+
+def note_known(fake: Tensor, real: Tensor) -> None:
+    """A fake tensor has these values, which were made of known ones."""
+    if real.numel() <= _MOST and not real.is_meta:
         with without_dispatch_modes():
             setattr(fake, _NAME, real.detach().cpu())
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST
 
 
 class KnownValues:
@@ -44,24 +50,46 @@ class KnownValues:
     ) -> Any:
         """What an operator gives, if all that it is given is known; NotImplemented if not."""
         if operator.writes:
-            self._written.update((storage, None) for storage in storages_in(args, kwargs))
+            self._write(func, operator, args, kwargs)
             return NotImplemented
-        if operator.is_random or any(isinstance(value, Tensor) and _NAME not in vars(value) for value in args):
-            return NotImplemented  # the usual case
-        given = tensors_in(args, kwargs)
-        if not given or not all(map(self._is_known, given)):
+        if operator.is_random or not self._are_known(args, kwargs):
             return NotImplemented
-        leaves, spec = flatten([args, kwargs])
-        real = [getattr(leaf, _NAME) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with without_dispatch_modes():
-            known, named = unflatten(real, spec)
+            known, named = _as_real(args, kwargs)
             return func(*known, **named)
 
     def note_made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator gave this: if it makes whole numbers out of none, they are known."""
-        if isinstance(result, Tensor) and _is_small(result) and str(func).startswith(_MAKING):
+        """An operator gave this: if it makes numbers out of none, they are known."""
+        if isinstance(result, Tensor) and str(func).startswith(_MAKING) and result.numel() <= _MOST:
             with without_dispatch_modes():
-                note_value(result, func(*args, **{**kwargs, "device": torch.device("cpu")}))
+                note_known(result, func(*args, **{**kwargs, "device": torch.device("cpu")}))
+
+    def _write(
+        self, func: Callable[..., Any], operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """An operator writes: known values into known ones and all their views; else those are known no more."""
+        found = (args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes)
+        targets = [target for target in found if target is not None]
+        is_ours = all(isinstance(target, Tensor) and is_fake(target) for target in targets)
+        if is_ours and not operator.is_random and self._are_known(args, kwargs):
+            with without_dispatch_modes():
+                known, named = _as_real(args, kwargs)
+                func(*known, **named)
+        else:
+            self._written.update((storage, None) for storage in storages_in(targets))
+
+    def _are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if any(isinstance(value, Tensor) and not self._is_known(value) for value in args):
+            return False  # the usual case
+        given = tensors_in(args, kwargs)
+        return bool(given) and all(map(self._is_known, given))
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return hasattr(tensor, _NAME) and tensor.untyped_storage() not in self._written
+        if _NAME not in vars(tensor) and (is_fake(tensor) or tensor.is_meta or tensor.numel() > _MOST):
+            return False  # the usual case
+        return tensor.untyped_storage() not in self._written
+
+
+def _as_real(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, spec = flatten([args, kwargs])
+    return unflatten([getattr(leaf, _NAME, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -30,20 +30,25 @@ from recollect._core.torch_private.fake import (
     DATA_ERRORS,
     UNKNOWN_ERRORS,
     fake_mode,
+    formatted_as_numbers,
+    is_fake,
     operator_in,
     tables_of,
     without_log,
 )
+from recollect._core.torch_private.modules import needless_conversions_left_out
 from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
 from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
+from recollect._profile.dry.listed import ListedTensors
 from recollect._profile.dry.loose import LooseTensors
 from recollect._profile.dry.roofline import Device, find_host_costs
 from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
 from recollect._profile.optimizer import with_fake_parameters
 
+_MOST_ANSWERS = 3
 _DEVICES_DIFFER = ("found two different devices", "found at least two devices")  # torch 2.11, 2.13
 
 
@@ -66,11 +71,12 @@ class DryStep:
         host_costs: HostCosts | None = None,
         modules: Sequence[nn.Module] = (),
         translation: Translation | None = None,
-        notes: list[str] | None = None,
+        notes: Sequence[str] = (),
+        answers: Sequence[str] = (),
     ) -> None:
         self.values, self.device, self.host_costs = values, device, host_costs
         self._modules, self._translation = modules, translation
-        self._notes: list[str] = [] if notes is None else notes
+        self._notes, self._answers = notes, answers  # grow while the step runs
 
     def clear_gradients(self) -> None:
         """Let the modules' parameters have no gradients, as at the start."""
@@ -85,7 +91,7 @@ class DryStep:
     @property
     def notes(self) -> list[str]:
         """What was assumed, in sentences."""
-        return [*self._notes, *(() if self._translation is None else self._translation.notes)]
+        return [*self._notes, *self._answers, *(() if self._translation is None else self._translation.notes)]
 
     def workspace_bytes(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         """Bytes that an operator takes and gives back while it runs on the device."""
@@ -139,9 +145,12 @@ def dry_step(
                 before.note(vars(part), depth=1)
         stack.callback(before.restore)
         mode = fake_mode()
-        stack.enter_context(_explained(modules))
+        answers: list[str] = []
+        stack.enter_context(_explained(modules, answers))
         stack.enter_context(without_log())
         stack.enter_context(mode)
+        stack.enter_context(needless_conversions_left_out(is_fake))
+        stack.enter_context(formatted_as_numbers())
         for module in modules:
             _replace(module, fakes)
         given = fakes.of_all(values)
@@ -151,9 +160,12 @@ def dry_step(
             faked = with_fake_parameters(optimizer, fakes.of, on_cuda=device.is_cuda, note=notes.append)
             stack.enter_context(faked)
         translation = stack.enter_context(translated(device)) if device.is_cuda else None
-        stack.enter_context(Answers(lambda said: None if said in notes else notes.append(said)))
+        stack.enter_context(Answers(lambda said: None if said in answers else answers.append(said)))
         stack.enter_context(LooseTensors(fakes))
-        yield DryStep(given, device, host_costs=host_costs, modules=modules, translation=translation, notes=notes)
+        stack.enter_context(ListedTensors())
+        yield DryStep(
+            given, device, host_costs=host_costs, modules=modules, translation=translation, notes=notes, answers=answers
+        )
 
 
 def _leave_compiled_code_as_written(stack: ExitStack) -> None:
@@ -184,10 +196,11 @@ def _replace(root: nn.Module, fakes: Fakes) -> None:
 
 
 @contextmanager
-def _explained(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Say of errors that only fake tensors raise what they mean."""
+def _explained(modules: Iterable[nn.Module], answers: Sequence[str]) -> Generator[None]:
+    """Say of errors that only fake tensors raise what they mean, and of others what the step was told before."""
     try:
-        yield
+        with _noted(answers):
+            yield
     except DATA_ERRORS as error:
         what = operator_in(error)
         message = (
@@ -212,11 +225,24 @@ def _explained(modules: Iterable[nn.Module]) -> Generator[None]:
                 "neither given nor finds in a module. Give it as an input, or profile a real step: dry=False"
             )
             raise ValueError(message) from error
+        why = "tensors have no values" if "numpy" in str(error) else "modules cannot be converted"
+        cure = "P" if "numpy" in str(error) else "Convert models before the step, or p"
         message = (
-            f"{_locate(error, modules)}said '{_first_line(error)}': in a dry profile tensors have no values, and "
-            "modules cannot be converted. Convert models before the step, or profile a real step: dry=False"
+            f"{_locate(error, modules)}said '{_first_line(error)}': in a dry profile {why}. {cure}rofile a real step: "
+            "dry=False"
         )
         raise ValueError(message) from error
+
+
+@contextmanager
+def _noted(answers: Sequence[str]) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        if answers and not isinstance(error, (*DATA_ERRORS, *UNKNOWN_ERRORS)):
+            said = "".join(f"\n  {answer}" for answer in answers[-_MOST_ANSWERS:])
+            error.add_note(f"This may be for what a dry profile assumed; a real one (dry=False) knows:{said}")
+        raise
 
 
 def _is_about_values(error: RuntimeError) -> bool:
