@@ -29,8 +29,9 @@ def find_idle(problem: Problem, regions: Iterable[PlannedRegion]) -> dict[str, P
     found: dict[str, PlannedRegion] = {}
     for module in problem.profile.modules:
         if module.path not in around:
-            known = (like.get((place, module.kind)) for place in _places(module.path))
-            found.update({module.path: one for one in known if one is not None})
+            known = [one for place in _places(module.path) if (one := like.get((place, module.kind))) is not None]
+            if known:
+                found[module.path] = known[-1]
     return found
 
 
