@@ -51,8 +51,9 @@ def measure_overheads(device: str = "cpu", *, is_autocast: bool = False) -> dict
 def _make_step(size: int, *, writes: bool = False, draws: bool = False) -> Step:
     def step(x: Tensor) -> Tensor:
         x = torch.cos(x)
-        if writes:  # which cannot be replayed
-            x = (x + 1.0).mul_(1.0)
+        if writes:  # through a view, which cannot be replayed
+            x = x + 1.0
+            x.view(-1).mul_(1.0)
         for _ in range(size):
             x = torch.dropout(x, 0.5, True) if draws else torch.sin(x)  # noqa: FBT003
         return x

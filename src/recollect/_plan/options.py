@@ -63,10 +63,9 @@ class Option:
     def calls(self, problem: Problem, run: Run) -> set[int]:
         """The calls that the executor is told to keep; where it holds casts, those that made what they are casts of."""
         found = set[int]()
-        for number in (run.first + call for call, _ in self.kept):
-            found.update(
-                (run.makes[at][0] for at in problem.reads[number]) if number in problem.inner_casts else (number,)
-            )
+        for number, place in ((run.first + call, place) for call, place in self.kept):
+            storages = problem.reads[number] if number in problem.inner_casts else (problem.makes[number][place],)
+            found.update(run.makes[storage][-1] for storage in storages)
         return found
 
     def storages(self, problem: Problem, run: Run) -> frozenset[int]:

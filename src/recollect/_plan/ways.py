@@ -40,19 +40,27 @@ def find_way(problem: Problem, run: Run, kept: Collection[int] = ()) -> Way:
 def can_replay(problem: Problem, run: Run) -> bool:
     """Whether a run can be replayed if what is kept lets it.
 
-    Not if it writes into what an earlier call of torch gave or into buffers, takes memory that others fill, talks to
-    other processes, or is so small that an accelerator would wait for the host.
+    Not if it overwrites what something else has a view of, reads buffers that it updates, takes memory that others
+    fill, talks to other processes, or is so small that an accelerator would wait for the host.
     """
+    known: dict[tuple[str, int], bool] = problem.derived.setdefault("can replay", {})
+    key = (run.path, run.first)
+    if key not in known:
+        known[key] = _can_replay(problem, run)
+    return known[key]
+
+
+def _can_replay(problem: Problem, run: Run) -> bool:
     for number in range(run.first, run.stop):
         call = problem.calls[number]
-        if call.is_collective or call.runs_once or any("complex" in value.dtype for value in call.outputs):
+        if call.is_collective or any("complex" in value.dtype for value in call.outputs):
             return False
         if is_unfilled(call) and not _has_company(problem, run, number):
             return False
-        for storage in call.writes:
-            maker = run.makes.get(storage, (None,))[0]
-            if maker is None or place_of_call(problem, maker) != place_of_call(problem, number):
-                return False
+        if call.runs_once and not call.writes:
+            return False
+        if not all(_is_plain_write(problem, run, number, storage) for storage in call.writes):
+            return False
     if problem.profile.clock is Clock.HOST or not problem.profile.device:
         return True
     calls = range(run.first, run.stop)
@@ -61,6 +69,20 @@ def can_replay(problem: Problem, run: Run) -> bool:
         result_bytes=sum(value.bytes for number in calls for value in problem.calls[number].outputs),
         calls=len({place_of_call(problem, number) for number in calls}),
     )
+
+
+def _is_plain_write(problem: Problem, run: Run, number: int, storage: int) -> bool:
+    """Whether replay can do without what a call overwrites: nobody else in the run sees it."""
+    makers = run.makes.get(storage)
+    if makers is None:  # a buffer that is updated, as those of batch norm; what quantizes reads what it updates
+        readers = [at for at in problem.read_by[storage] if run.first <= at < run.stop]
+        return readers == [number] and (not problem.makes[number] or "batch_norm" in problem.calls[number].op)
+    place = place_of_call(problem, makers[0])
+    for other in range(makers[0], number):
+        is_view = other not in makers and any(value.storage == storage for value in problem.calls[other].outputs)
+        if is_view and place_of_call(problem, other) != place:
+            return False
+    return all(by >= number for by in problem.saved_by.get(storage, ())) or place == place_of_call(problem, number)
 
 
 def find_forced(problem: Problem, run: Run) -> Iterator[int]:
@@ -73,9 +95,17 @@ def find_forced(problem: Problem, run: Run) -> Iterator[int]:
 def can_be_kept(problem: Problem, run: Run, number: int) -> bool:
     """Whether recomputation can be given a call's results in place of running it."""
     call, made = problem.calls[number], problem.makes[number]
-    if not made or call.runs_once or is_unfilled(call) or number in problem.casts:
+    if is_unfilled(call) or number in problem.casts:
         return False
+    if call.runs_once or not made:
+        return bool(find_kept_of(problem, run, number)) and can_replay(problem, run)
     return all(run.makes[storage] == (number,) for storage in made if storage in run.makes)
+
+
+def find_kept_of(problem: Problem, run: Run, number: int) -> list[int]:
+    """The storages that are kept if what a call gives is: those that it makes or overwrites, and no later call does."""
+    call = problem.calls[number]
+    return [at for at in (*problem.makes[number], *call.writes) if run.makes.get(at, (-1,))[-1] == number]
 
 
 def find_copied(problem: Problem, run: Run) -> dict[int, tuple[int, ...]]:
@@ -108,7 +138,7 @@ def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[W
         return Way.RERUN, frozenset()  # there is nothing to start a replay from
     way = find_way(problem, run, calls)
     copied = find_copied(problem, run) if way is Way.REPLAY else {}
-    made = (storage for number in calls for storage in problem.makes[number])
+    made = (storage for number in calls for storage in find_kept_of(problem, run, number))
     return way, frozenset(at for storage in made for at in copied.get(storage, (storage,)))
 
 

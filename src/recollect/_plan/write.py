@@ -17,7 +17,7 @@ from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Treatment, Way, find_held, find_recomputed, find_sent
 from recollect._plan.segments import Segment
-from recollect._plan.ways import find_copied
+from recollect._plan.ways import find_copied, find_kept_of
 
 _MOST_WORDS = 4
 
@@ -86,7 +86,7 @@ def _describe_kept(problem: Problem, run: Run, option: Option) -> str:
         treatment = Treatment(way=option.way, kept=option.storages(problem, run))
         used = set(_find_used(problem, treatment, find_recomputed(problem, run, treatment)) | run.needs)
         used.update(storage for storage, copies in find_copied(problem, run).items() if used.issuperset(copies))
-        calls = [call for call in calls if used.intersection(problem.makes[call])]
+        calls = [call for call in calls if used.intersection(find_kept_of(problem, run, call))]
     counts = Counter(_short(problem.calls[call].op) for call in calls)
     words = [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]
     more = len(words) - _MOST_WORDS

@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from recollect._core.decisions import Site
+from recollect._core.decisions import Decision, Site
 from recollect._core.operators import (
     Operator,
     count_flops,
@@ -16,27 +16,44 @@ from recollect._core.operators import (
     tensors_in,
 )
 from recollect._core.places import Places
-from recollect._core.torch_private.schemas import OpOverload
+from recollect._core.torch_private.schemas import OpOverload, arguments_named
 from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, bytes_of, shapes_of, strongest
-from recollect._selective.recording import Recording, name_of_call
+from recollect._selective.operator_modes import at_places
+from recollect._selective.recording import WRITES, RecordedCall, Recording, name_of_call
 
 
 class _Beneath:
-    """An operator that ran beneath a call of torch, and the memory of what it made."""
+    """An operator that ran beneath a call of torch, the memory of what it made, and the statistics that it updates."""
 
-    __slots__ = ("line", "operator", "storages")
+    __slots__ = ("line", "operator", "statistics", "storages")
 
     def __init__(self, operator: Operator, line: DecisionLine, storages: list[ref[Any]]) -> None:
         self.operator, self.line, self.storages = operator, line, storages
+        self.statistics: list[Tensor] | None = None  # nobody knows
 
 
 class Asker:
-    """Asks the policy during one forward, or looks up what it said; knows names, and what follows a choice."""
+    """Asks the policy during one forward, or looks up what it said; knows names, and what follows a choice.
+
+    Args:
+        decisions: what was decided so far.
+        places: finds where in the user's code a call is.
+        scopes: the names around it.
+        recording: of the same forward, if there is one.
+        is_planned: whether a plan counts on replay. Then results of writes in place can be kept; and of a kept call
+            whose result is overwritten, what it saved inside is.
+    """
 
     def __init__(
-        self, decisions: Decisions, places: Places, scopes: list[str], recording: Recording | None = None
+        self,
+        decisions: Decisions,
+        places: Places,
+        scopes: list[str],
+        recording: Recording | None = None,
+        *,
+        is_planned: bool = False,
     ) -> None:
-        self._decisions, self._recording = decisions, recording
+        self._decisions, self._recording, self._is_planned = decisions, recording, is_planned
         self._beneath: dict[int, list[_Beneath]] = {}  # by the id of a recorded call
         self._places = places
         self._scopes = scopes
@@ -52,6 +69,8 @@ class Asker:
             recording.broken("it communicates with other processes, which must all take the same way")
         if recording is not None and recording.current is not None:
             beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
+            if operator.statistics:
+                beneath.statistics = find_statistics(func, operator, args, kwargs)
             self._beneath.setdefault(id(recording.current), []).append(beneath)
         return line
 
@@ -65,23 +84,32 @@ class Asker:
             if beneath:
                 entry.place = f"{name_of_call(entry.func)}{beneath[0].line.place}"
             kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
-            if any(one.operator.hides_writes for one in beneath):
-                recording.broken("it updates running statistics")
+            if any(one.line.keeps_write for one in beneath):
+                keeping.add(index)
+            for one in beneath:
+                if one.operator.hides_writes:
+                    recording.note_statistics(entry, one.statistics)
             if draws and any(one.operator.is_random for one in beneath):
                 drawing.add(index)
             if all(one.operator.is_view and not one.operator.writes for one in beneath):
                 viewing.add(index)
             if kept:
                 keeping.add(index)
-                storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
-                loose = [tensor for tensor in recording.saved_inside(entry) if not _is_in(tensor, storages)]
-                is_whole = all(_is_in(tensor, storages) for tensor in recording.results(entry))
-                if not is_whole or any(recording.find_cast(tensor, entry) is None for tensor in loose):
-                    names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
-                    recording.broken(
-                        f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not"
-                    )
+                self._check_kept(recording, entry, beneath, kept)
         return keeping, drawing, viewing
+
+    def _check_kept(
+        self, recording: Recording, entry: RecordedCall, beneath: list[_Beneath], kept: list[_Beneath]
+    ) -> None:
+        """Break a recording where only a part of a call is kept, or what is kept is overwritten."""
+        if not self._is_planned and not recording.overwritten.isdisjoint(entry.outs):
+            recording.broken(WRITES)  # it is kept as a copy, which is served
+        storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
+        loose = [tensor for tensor in recording.saved_inside(entry) if not _is_in(tensor, storages)]
+        is_whole = all(_is_in(tensor, storages) for tensor in recording.results(entry))
+        if not is_whole or any(recording.find_cast(tensor, entry) is None for tensor in loose):
+            names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
+            recording.broken(f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not")
 
     def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         self._index += 1
@@ -132,6 +160,7 @@ class Asker:
         # Nobody is asked about what can only run again: views, most writes in place, memory yet to be filled.
         verdicts = [self._decisions.judge(site) for site in sites] if operator.can_be_kept else [RUNS_AGAIN]
         chosen = strongest(verdicts)
+        writes = self._is_planned and len(operator.writes) == 1 and operator.is_view and not operator.can_be_kept
         return DecisionLine(
             key=func,
             shapes=(),
@@ -145,6 +174,7 @@ class Asker:
             number=(func, torch.is_grad_enabled(), call),
             is_routing=is_routing,
             fills=operator.fills,
+            keeps_write=writes and strongest([self._decisions.judge(one) for one in sites]).decision is Decision.SAVE,
         )
 
     def _note_choice(self, result: Any) -> None:
@@ -164,3 +194,10 @@ class Asker:
 
 def _is_in(tensor: Tensor, storages: list[Any]) -> bool:
     return any(tensor.untyped_storage() is storage for storage in storages)
+
+
+def find_statistics(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The running statistics that a call updates; none if it only reads them."""
+    training = arguments_named(func, "training")
+    values = [args[at] if at < len(args) else kwargs.get(name) for at, name in training]
+    return at_places(operator.statistics, args, kwargs) if not values or any(values) else []

@@ -54,6 +54,7 @@ class DecisionLine:
         is_written: the function writes into the result afterwards, so that only a copy can be kept.
         is_impure: a block writes into what others may read, so that it must run again.
         fills: a collective fills its arguments.
+        keeps_write: it writes in place, and a plan has its result kept where the region is replayed.
     """
 
     key: Any
@@ -68,6 +69,7 @@ class DecisionLine:
     number: tuple[Any, bool, int] | None = None
     draws: bool = False
     is_routing: bool = False
+    keeps_write: bool = False
     is_written: bool = False
     is_impure: bool = False
     fills: bool = False
@@ -184,7 +186,7 @@ class Decisions:
             sees_all: whether every call must be seen again, whatever was kept.
         """
         self.is_learned, self.saved, self.kept = True, saved, kept
-        self.keeps_ops = any(line.is_kept for line in self.lines)
+        self.keeps_ops = any(line.is_kept or line.keeps_write for line in self.lines)
         self.fills = any(line.fills for line in self.lines)
         self._choose_ops(sees_all=sees_all or bool(self.named))
 

@@ -34,10 +34,12 @@ from recollect._selective.program import (
     Unfixed,
     View,
     fixed,
+    flags_of,
     hold,
     template_of,
 )
-from recollect._selective.recording import TensorClasses, results_of
+from recollect._selective.recording import results_of
+from recollect._selective.tensor_classes import TensorClasses
 
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
@@ -154,12 +156,16 @@ class Following(FunctionMode):
                     known = refs[number]
                     if known is None:
                         self._bind_outside(number, value)
-                    elif known() is not value or value._version != bound.versions[number]:  # noqa: SLF001
+                    elif known() is not value or value._version != bound.versions[number] + (  # noqa: SLF001
+                        call.bump if number == call.written else 0
+                    ):
                         self.why_broken = _OTHER_WAYS
                 if call.is_recorded and (call.others or kwargs):
                     bound.arguments[index] = self._rest(call, args, kwargs)
                 if call.needs_grad is not None:
                     self._check_grad(call, [args[place] for place, _ in call.tensors])
+        if call.scratch or call.is_overwritten:
+            self._check_memory(call, args, kwargs, result)
         if call.is_identity:
             self._check_identity(index, call, result)
         if call.views is not None:
@@ -252,6 +258,13 @@ class Following(FunctionMode):
         self.bound.versions[number] = tensor._version  # noqa: SLF001
         if number in self.program.bases:
             self._starts[number] = self._start(tensor)
+
+    def _check_memory(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        """What is overwritten later must be memory of its own; statistics that were only updated must be so again."""
+        is_read = bool(call.scratch) and flags_of(args, kwargs) != call.flags
+        made = (results_of(result) or ()) if call.is_overwritten and not call.bump else ()
+        if is_read or any(one._is_view() or any(one is value for value in args) for one in made):  # noqa: SLF001
+            self.why_broken = _OTHER_WAYS
 
     def _check_identity(self, index: int, call: Call, result: Any) -> None:
         """A result that was one of the arguments (of `contiguous`, `to`, a dropout of nothing) must be so again."""

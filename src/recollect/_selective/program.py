@@ -7,7 +7,7 @@ kept results, and what lies on the way from those to a forgotten saved tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -102,6 +102,11 @@ class Call:
         needs_grad: for a call with saved tensors or casts of its own inside: which of its tensors must require grad.
         is_identity: whether a result is one of its own arguments.
         is_base: whether the one tensor it gives has views with numbers of their own.
+        written: the number that it overwrites, if replay can need it; what it gives is the same tensor.
+        bump: how far that moves the version of the tensor.
+        is_overwritten: whether a later call overwrites what it gives, so that it must be memory of its own.
+        flags: its arguments that are true or false; where it updates statistics, they say whether it reads them.
+        scratch: numbers of statistics that it updates unseen: it is given copies when it is made again.
         place: where it was made when it was learned, for errors.
         is_simple: whether it takes tensors on their own, gives one, and there is nothing more to it.
         number: of that one.
@@ -111,11 +116,13 @@ class Call:
         *(
             "draws",
             "dtype",
+            "flags",
             "func",
             "is_base",
             "is_checked",
             "is_general",
             "is_identity",
+            "is_overwritten",
             "is_recorded",
             "is_simple",
             "is_single",
@@ -123,7 +130,7 @@ class Call:
             "links",
             "needs_grad",
         ),
-        *("number", "others", "outs", "place", "shapes", "size", "tensors", "views"),
+        *("bump", "number", "others", "outs", "place", "scratch", "shapes", "size", "tensors", "views", "written"),
     )
 
     def __init__(self, func: Any, shapes: Any, *, is_single: bool, draws: bool) -> None:
@@ -140,7 +147,11 @@ class Call:
         self.is_recorded = self.is_checked = self.is_general = False
         self.needs_grad: tuple[bool, ...] | None = None
         self.is_base = self.is_simple = self.is_identity = False
-        self.number = NOWHERE
+        self.number = self.written = NOWHERE
+        self.bump = 0
+        self.scratch: frozenset[int] = frozenset()
+        self.flags: tuple[bool, ...] = ()
+        self.is_overwritten = False
 
     def settle(self) -> None:
         """All is known: see whether it is a simple one."""
@@ -150,9 +161,15 @@ class Call:
             and not (self.draws or self.is_general or self.kept)
             and self.needs_grad is None
             and self.is_recorded
-            and not self.is_identity
+            and not (self.is_identity or self.scratch or self.is_overwritten)
+            and self.written == NOWHERE
         )
         self.number = self.outs[0] if self.is_single else NOWHERE
+
+
+def flags_of(args: Iterable[Any], kwargs: dict[str, Any] | None) -> tuple[bool, ...]:
+    """The arguments that are true or false."""
+    return tuple(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, bool))
 
 
 class View:
@@ -229,9 +246,12 @@ class Program:
         bases: the numbers that others are views of.
         draws: whether one of the calls does.
         inner: for each call with inner saved tensors, the indices in `sources`.
+        scratch: the numbers of which no call needs the values.
     """
 
-    __slots__ = ("bases", "calls", "draws", "inner", "inputs", "makers", "metas", "sources", "uses", "views")
+    __slots__ = (
+        *("bases", "calls", "draws", "inner", "inputs", "makers", "metas", "scratch", "sources", "uses", "views"),
+    )
 
     def __init__(self) -> None:
         self.bases: frozenset[int] = frozenset()
@@ -244,6 +264,7 @@ class Program:
         self.inputs: dict[int, int] = {}
         self.uses: list[int] = []
         self.inner: dict[int, list[int]] = {}
+        self.scratch: frozenset[int] = frozenset()
 
     def count_uses(self, wanted: list[int], held: list[Any]) -> list[int]:
         """For each number, how often it is asked for until these saved tensors, by index, are served."""

@@ -5,32 +5,31 @@ sees every operator beneath, at four times the cost). It holds all tensors until
 first call of its kind only; `following.py` follows the program afterwards.
 
 What a recording cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
-place, attributes set, tensors that are no plain ones, memory left unfilled for others to write, arguments that may
-change, generators of the user's own, running statistics, autocast switched, collectives, a backward inside, calls of
-which only a part is kept. What is left is replayed once and compared, to the bit, before it is believed.
+place where something else shares the memory, attributes set, tensors that are no plain ones, memory left unfilled for
+others to write, arguments that may change, generators of the user's own, autocast switched, collectives, a backward
+inside, calls of which only a part is kept. What is left is replayed once and compared, to the bit, before it is
+believed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recollect._core.operators import UNFILLED, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
-from recollect._core.torch_private.dispatch import fake_class, without_dispatch_modes
+from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
 from recollect._selective.casts import hold_casts, may_be_cast
-from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of
+from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of, version_of
 from recollect._selective.program import (
     HELD,
     NOWHERE,
@@ -38,6 +37,8 @@ from recollect._selective.program import (
     Call,
     Cast,
     Inner,
+    Link,
+    Listed,
     Program,
     Source,
     Unfixed,
@@ -45,42 +46,13 @@ from recollect._selective.program import (
     template_of,
 )
 from recollect._selective.renumbering import Renumbering
+from recollect._selective.tensor_classes import TensorClasses
 
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _UNFILLED = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in UNFILLED if hasattr(owner, name))
+WRITES = "it writes into tensors in place"
+"""Why a recording is broken where something else shares the memory, or needs what was overwritten."""
 _GRAD = getattr(Tensor.grad, "__get__")  # noqa: B009 (a descriptor, whatever its annotation says)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorClasses:
-    """What plain tensors are where a region runs.
-
-    Attributes:
-        result: the class of what operators give.
-        plain: all classes that can be vouched for.
-        start: where a tensor starts in memory; of fake ones, where it would.
-        can_compare: whether they have values.
-    """
-
-    result: type[Tensor]
-    plain: frozenset[type[Tensor]]
-    start: Callable[[Tensor], int]
-    can_compare: bool
-
-
-_REAL = TensorClasses(result=Tensor, plain=frozenset({Tensor, nn.Parameter}), start=Tensor.data_ptr, can_compare=True)
-
-
-def tensor_classes(*, may_be_fake: bool) -> TensorClasses:
-    """Those of this place."""
-    fake = fake_class() if may_be_fake else None
-    if fake is None:
-        return _REAL
-    return TensorClasses(result=fake, plain=_REAL.plain | {fake}, start=_start_of_fake, can_compare=False)
-
-
-def _start_of_fake(tensor: Tensor) -> int:
-    return (id(tensor.untyped_storage()) << 64) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def name_of_call(func: Any) -> str:
@@ -92,7 +64,10 @@ def name_of_call(func: Any) -> str:
 class RecordedCall:
     """One call of torch."""
 
-    __slots__ = ("args", "casts", "func", "is_single", "kwargs", "links", "outs", "place", "saved", "states")
+    __slots__ = (
+        *("args", "bump", "casts", "func", "is_single", "kwargs", "links"),
+        *("outs", "place", "saved", "states", "statistics", "written"),
+    )
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -105,6 +80,14 @@ class RecordedCall:
         self.place = ""
         self.saved = 0
         self.states: States = []
+        self.written, self.bump = NOWHERE, 0  # the number it overwrites, and how far that moves the version
+        self.statistics: frozenset[int] = frozenset()  # numbers of what it updates unseen
+
+    def is_plain(self) -> bool:
+        """Whether its tensors stand on their own, and not in lists or keywords."""
+        return not any(isinstance(value, Listed) for value in self.args) and not any(
+            isinstance(value, (Link, Listed)) for value in self.kwargs.values()
+        )
 
 
 class Recording(FunctionMode):
@@ -116,6 +99,7 @@ class Recording(FunctionMode):
         saved: each saved tensor, the call that saved it (None: none did) and which of its saved tensors it is.
         versions: of the tensors when they were met.
         inputs: for numbers of the region's arguments, which leaf of them each is.
+        overwritten: numbers whose tensors have another value now, under another number.
         why_broken: why it cannot be believed; None if it can.
     """
 
@@ -133,6 +117,7 @@ class Recording(FunctionMode):
         self.inputs: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._casts: dict[int, Cast | None] = {}
+        self.overwritten: set[int] = set()
         self._autocast = any_autocast_enabled()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
 
@@ -162,7 +147,9 @@ class Recording(FunctionMode):
         if any(isinstance(value, torch.Generator) for value in values):
             self.broken("it draws from its own generator")
         entry = RecordedCall(func)
-        states = read_states(sources_of(tensors_in(*values), values))
+        given = tensors_in(*values)
+        versions = [version_of(tensor) for tensor in given]
+        states = read_states(sources_of(given, values))
         if states is None:
             self.broken("a CUDA graph is being captured")
         entry.states = states or []
@@ -171,10 +158,19 @@ class Recording(FunctionMode):
             result = func(*args, **kwargs)
         finally:
             self.current = outer
-        self._record(entry, args, kwargs, result)
+        bumps = ((tensor, version_of(tensor) - version) for tensor, version in zip(given, versions, strict=True))
+        written = [(tensor, bump) for tensor, bump in bumps if bump]
+        self._record(entry, args, kwargs, result, written)
         return result
 
-    def _record(self, entry: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _record(
+        self,
+        entry: RecordedCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        written: list[tuple[Tensor, int]],
+    ) -> None:
         func = entry.func
         if getattr(func, "__name__", "") == "__set__":
             self.broken(f"it sets the attribute {name_of_call(func)} of a tensor")
@@ -190,8 +186,33 @@ class Recording(FunctionMode):
         entry.is_single = type(result) is self.classes.result
         entry.args = [self._template(value, entry.links) for value in args]
         entry.kwargs = {name: self._template(value, entry.links) for name, value in kwargs.items()}
+        if written:
+            self._note_write(entry, written, result)
         entry.outs = [self._number(tensor, len(self.entries)) for tensor in results]
         self.entries.append(entry)
+
+    def _note_write(self, entry: RecordedCall, written: list[tuple[Tensor, int]], result: Any) -> None:
+        """A call has overwritten a tensor and gives it back: from here on it is another value, with another number."""
+        tensor, bump = written[0]
+        number = self._numbers[id(tensor)]
+        is_plain = len(written) == 1 and result is tensor and list(entry.links).count(number) == 1
+        storage = tensor.untyped_storage()
+        others = [other for other in self.tensors if other is not tensor]
+        others += [saved for saved, owner, _ in self.saved if owner is not entry]
+        if not is_plain or not entry.is_plain() or any(other.untyped_storage() is storage for other in others):
+            self.broken(WRITES)
+            return
+        entry.written, entry.bump = number, bump
+        self.overwritten.add(number)
+        self._new(tensor, len(self.entries))
+
+    def note_statistics(self, entry: RecordedCall, tensors: list[Tensor] | None) -> None:
+        """A call updates statistics without a word: when it is made again, it is given copies of them."""
+        numbers = [] if tensors is None else [self._numbers.get(id(tensor), NOWHERE) for tensor in tensors]
+        alone = {value for value in (*entry.args, *entry.kwargs.values()) if isinstance(value, Link)}
+        if tensors is None or not alone.issuperset(numbers):
+            self.broken("it updates running statistics")
+        entry.statistics = frozenset(numbers)
 
     def _template(self, value: Any, links: list[int]) -> Any:
         def name(tensor: Tensor) -> int:
@@ -250,9 +271,10 @@ class Recording(FunctionMode):
         """Break if anything was written into in place."""
         if self.why_broken is None and any(
             tensor._version != version  # noqa: SLF001
-            for tensor, version in zip(self.tensors, self.versions, strict=True)
+            for number, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True))
+            if number not in self.overwritten
         ):
-            self.broken("it writes into tensors in place")
+            self.broken(WRITES)
 
     def results(self, entry: RecordedCall) -> list[Tensor]:
         """What a call gave."""
@@ -337,7 +359,7 @@ class Recording(FunctionMode):
             call.links = tuple(entry.links)
             raw.calls.append(call)
         held: list[Any] = [None] * len(self.tensors)
-        for number in outside.union(*(self.entries[index].outs for index in kept)):
+        for number in outside.union(*(self.entries[index].outs for index in kept)) - self.overwritten:
             held[number] = self.tensors[number]
         inside: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by call: saved tensors made inside, their places
         for at, (tensor, owner, place) in enumerate(self.saved):
@@ -358,8 +380,11 @@ class Recording(FunctionMode):
             raw.sources.append(source)
             raw.metas.append(read_meta(tensor))
         self._place_inner(raw, inside, kept, held)
-        hold_casts(raw, held, {number for index in kept for number in self.entries[index].outs})
+        mine = {number for index in kept for number in self.entries[index].outs}
+        hold_casts(raw, held, mine - self.overwritten)
         uses = raw.count_uses(list(range(len(raw.sources))), held)
+        if any(uses[number] and self._makers[number] == NOWHERE for number in self.overwritten):
+            self.broken(WRITES)  # into what others own, and backward needs it as it was
         return Renumbering(self, raw, held, uses).finish(drawing)
 
     def _place_inner(

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recollect._selective.program import NOWHERE, Bound, Call, Cast, Inner, Link, Listed, Program, Source, View, hold
+from recollect._selective.program import (
+    NOWHERE,
+    Bound,
+    Call,
+    Cast,
+    Inner,
+    Link,
+    Listed,
+    Program,
+    Source,
+    View,
+    flags_of,
+    hold,
+)
 
 if TYPE_CHECKING:
     from recollect._selective.recording import RecordedCall, Recording
@@ -51,6 +64,10 @@ class Renumbering:
             if index in inner_calls or index in casting:
                 links = [number for number in entry.links if call.is_general or number in new]
                 call.needs_grad = tuple(recording.tensors[number].requires_grad for number in links)
+            call.written, call.bump = new.get(entry.written, NOWHERE), entry.bump
+            call.scratch = frozenset(new[number] for number in entry.statistics if number in new)
+            call.flags = flags_of(entry.args, entry.kwargs) if call.scratch else ()
+            call.is_overwritten = not recording.overwritten.isdisjoint(entry.outs)
             call.settle()
             program.calls.append(call)
         bases = {view.number for view in program.views if view is not None}
@@ -64,6 +81,8 @@ class Renumbering:
         program.bases, program.draws = frozenset(bases), bool(drawing)
         for call in program.calls:
             call.is_base = call.number in bases
+        read = {link for call in program.calls if call.is_recorded for link in call.links if link not in call.scratch}
+        program.scratch = frozenset(link for call in program.calls for link in call.scratch) - read
         return program, bound
 
     def _source(self, source: Source) -> Source:

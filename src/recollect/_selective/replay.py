@@ -154,6 +154,8 @@ class Replay:
         return number in self._values or self._bound.held[number] is not None or number in self._inputs
 
     def _refuse(self, number: int, value: Tensor) -> None:
+        if number in self._program.scratch:
+            return
         maker = self._program.makers[number]
         what = "a parameter or another tensor that the function reads"
         if maker >= 0:
@@ -169,6 +171,8 @@ class Replay:
         """Make one call again, and store those of its results that somebody will ask for, or that is wanted now."""
         call = self._program.calls[index]
         args, kwargs = self._arguments(index, call)
+        if call.scratch or call.written != NOWHERE:
+            self._copy_written(call, args, kwargs, self._bound.arguments[index])
         states = self._bound.states.get(index)
         if states is not None:
             now = [(source, source.read()) for source, _ in states]
@@ -190,6 +194,19 @@ class Replay:
         for number, part in zip(call.outs, made, strict=True):
             if number != NOWHERE and (number == wanted or self._uses[number] > 0):
                 self._values[number] = part.detach() if part.requires_grad else part
+
+    def _copy_written(self, call: Call, args: list[Any], kwargs: dict[str, Any], stored: Any) -> None:
+        """Give a call copies of statistics that it updates, and of what it overwrites if others will ask for that."""
+        if call.is_general:
+            for place, value in enumerate(stored[0]):
+                if type(value) is Link and value in call.scratch:
+                    args[place] = args[place].clone()
+            kwargs |= {name: kwargs[name].clone() for name, value in stored[1].items() if value in call.scratch}
+            return
+        for place, number in call.tensors:
+            is_shared = number == call.written and call.needs_grad is None and self._uses[number] > 0
+            if is_shared or number in call.scratch:
+                args[place] = args[place].clone()
 
     def _arguments(self, index: int, call: Call) -> tuple[list[Any], dict[str, Any]]:
         found = self._bound.arguments[index]
@@ -237,6 +254,9 @@ class Replay:
         push_hooks(collect, same)
         set_grad_enabled(True)
         try:
+            for place, number in call.tensors if call.written != NOWHERE else ():
+                if number == call.written:
+                    args[place] = args[place].clone()  # a leaf cannot be overwritten
             return call.func(*args, **kwargs)
         finally:
             set_grad_enabled(False)

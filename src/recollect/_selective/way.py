@@ -42,11 +42,12 @@ from recollect._selective.kept_calls import KeptCalls, Slipped
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
 from recollect._selective.nested import kept_inside
 from recollect._selective.program import HELD, Bound, Program
-from recollect._selective.recording import Recording, TensorClasses, tensor_classes
+from recollect._selective.recording import Recording
 from recollect._selective.replay import Replay
 from recollect._selective.replay_way import Replaying
 from recollect._selective.serving import Serving
 from recollect._selective.serving_mode import ChoiceMode, ServingMode
+from recollect._selective.tensor_classes import TensorClasses, tensor_classes
 from recollect._selective.unmatched import warn_unmatched
 
 T = TypeVar("T")
@@ -141,7 +142,9 @@ class SelectiveWay(Rerun):
             again = ServingMode(kept_calls, ops=decisions.ops)
             self._heard = count_collectives()
         elif is_new or (decisions.keeps_ops and self._following is None) or knowledge.talks_at_times:
-            asker = self._asker = Asker(decisions, knowledge.places(), scopes, self._recording)
+            asker = self._asker = Asker(
+                decisions, knowledge.places(), scopes, self._recording, is_planned=knowledge.replays is True
+            )
             noting = is_new or bool(decisions.named)
             mode = KeepingMode(
                 kept_calls,
@@ -318,9 +321,6 @@ class SelectiveWay(Rerun):
         decisions = self._decisions
         way: Replaying | None = None
         recording.check_versions()
-        modules = frame.around.modules
-        if modules is not None and modules.moves_any(recording.tensors):
-            recording.broken("it reads buffers that it updates")  # the next forward moves them on
         if decisions.offloads:
             recording.broken("it offloads some of what it keeps")
         if decisions.gathers:
@@ -386,6 +386,10 @@ class SelectiveWay(Rerun):
     def _try(self, frame: Frame, recording: Recording, program: Program, bound: Bound) -> Replaying:
         """Make a way of a program that was tried."""
         saved = [tensor for tensor, _, _ in recording.saved]
+        modules = frame.around.modules
+        needed = (held for at, held in enumerate(bound.held) if held is not None and at not in program.scratch)
+        if modules is not None and modules.moves_any(needed):
+            recording.broken("it reads buffers that it updates")  # the next forward moves them on
         if recording.classes.can_compare:
             try:
                 if not self._replays_exactly(frame, saved, program, bound):

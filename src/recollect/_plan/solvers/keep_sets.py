@@ -49,7 +49,7 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
             continue
         seen.add(kept)
         # Without anything kept there would be no replay: what backward has no use for is kept at no cost.
-        calls = forced.union(number for at in kept for number in groups[run.makes[at][0]]) or set(program.unused)
+        calls = forced.union(number for at in kept for number in groups[run.makes[at][-1]]) or set(program.unused)
         option = keep_calls(problem, run, (number for number in calls if can_be_kept(problem, run, number)))
         if option.way is Way.REPLAY:
             yield option
@@ -158,7 +158,9 @@ class Program:
                 size = 0 if held_anyway and storage in self._needs else problem.sizes[storage]
                 if storage in self._copied:
                     size = sum(problem.sizes[copy] for copy in self._copied[storage])
-                found[storage] = _Value(storage, size, self._is_bound or can_be_kept(problem, run, call))
+                found[storage] = _Value(
+                    storage, size, self._is_bound or can_be_kept(problem, run, run.makes[storage][-1])
+                )
             for storage in problem.reads[call]:
                 end = problem.spans[storage][1]
                 if storage not in run.makes and end is not None and end <= (run.start or 0):
