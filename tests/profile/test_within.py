@@ -25,8 +25,14 @@ def test_operators_of_one_call_of_torch_share_a_number() -> None:
         numbers.setdefault(call.module, set()).add(call.within)
     assert len(numbers["norm"]) == 1
     assert sum(call.module == "norm" for call in seen.calls[: seen.forward_count]) > 1
-    inside = [call.within for call in seen.calls[: seen.forward_count] if call.module == "attention"]
-    assert max(map(inside.count, inside)) > 10  # one function in Python, many operators
+
+
+def test_calls_that_attention_makes_have_numbers_of_their_own() -> None:
+    seen = recollect.profile(Net(), torch.randn(2, 4, 8))
+    inside = {call.op: call.within for call in seen.calls[: seen.forward_count] if call.module == "attention"}
+    products = [within for op, within in inside.items() if "mm" in op or "scaled_dot_product" in op]
+    assert len(products) > 1
+    assert len(set(products)) == len(products)
 
 
 def test_calls_on_one_line_have_numbers_of_their_own() -> None:

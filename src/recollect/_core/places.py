@@ -15,6 +15,7 @@ from torch import nn
 
 from recollect._core.authors import Role, is_a_layers, is_of_torch, is_of_user, role_of
 from recollect._core.patterns import plain_path
+from recollect._core.torch_private.composites import CODES
 from recollect._core.torch_private.engine import ENGINE_CODE
 
 _TORCH_CHECKPOINT = str(PurePath(torch.__file__).parent / "utils" / "checkpoint.py")
@@ -53,11 +54,13 @@ def is_recomputed_by_torch(depth: int) -> bool:
 def calling_instruction(depth: int) -> tuple[int, int]:
     """Which instruction of which function calls torch, `depth` frames above this call, while that function runs.
 
-    Functions of torch that are written in Python, such as those of ``torch.nn.functional``, are looked through.
+    Functions of torch that are written in Python, such as those of ``torch.nn.functional``, are looked through, but for
+    attention, whose calls count for themselves.
     """
     frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
     while frame is not None:
-        if is_a_layers(frame.f_code.co_filename) or is_of_user(frame.f_code, frame.f_globals):
+        code = frame.f_code
+        if code in CODES or is_a_layers(code.co_filename) or is_of_user(code, frame.f_globals):
             return id(frame), frame.f_lasti
         frame = frame.f_back
     return 0, 0

@@ -19,6 +19,7 @@ from recollect._core.operators import ROUTING, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
+from recollect._core.torch_private.composites import ATTENTION
 from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
 from recollect._selective.draws import Draws
@@ -92,7 +93,7 @@ class Following(FunctionMode):
             if number in self.program.bases:
                 self._starts[number] = self._start(tensor)
 
-    def __torch_function__(  # noqa: C901, PLR0912, PLR0915 (written out: it runs per call of torch)
+    def __torch_function__(  # noqa: C901, PLR0911, PLR0912, PLR0915 (written out: it runs per call of torch)
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Make the call and follow the program."""
@@ -101,6 +102,8 @@ class Following(FunctionMode):
             if func in CHOOSING and self._notes_choices and current_run() is self._run and not self.is_paused:
                 self._note_choice(result)
             return result
+        if func is ATTENTION:
+            return self.look_inside(args, kwargs or {})
         index = self._next
         try:
             call = self._calls[index]

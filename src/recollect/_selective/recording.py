@@ -25,6 +25,7 @@ from recollect._core.operators import UNFILLED, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
+from recollect._core.torch_private.composites import ATTENTION
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
@@ -140,6 +141,8 @@ class Recording(FunctionMode):
         kwargs = kwargs or {}
         if self.is_paused or self.why_broken is not None or current_run() is not self._run:
             return func(*args, **kwargs)
+        if func is ATTENTION:
+            return self.look_inside(args, kwargs)
         if func in BACKWARD:
             self.broken(f"{name_of_call(func)} runs inside it")
             return func(*args, **kwargs)

@@ -21,6 +21,8 @@ import torch
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from recollect._core.torch_private.composites import run_open
+
 _C = torch._C
 
 function_mode_depth: Callable[[], int] = _C._len_torch_function_stack
@@ -95,6 +97,14 @@ class FunctionMode(TorchFunctionMode):
             self._stance.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def look_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of torch's attention, of which the mode was just told, so that it sees what that calls."""
+        _C._push_on_torch_function_stack(self)
+        try:
+            return run_open(args, kwargs)
+        finally:
+            _C._pop_torch_function_stack()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
