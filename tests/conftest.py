@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.collecting import collect_new
 
-# The first example of a property may pay for torch's start-up, so time limits would only make tests flaky.
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+# Nothing here may depend on how quick the machine is, nor on luck: no time limits, and the same examples everywhere.
+# RECOLLECT_EXAMPLES says how many networks to make, and that they be new ones.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("random", settings.get_profile("same"), derandomize=False)
+settings.load_profile("random" if os.environ.get("RECOLLECT_EXAMPLES") else "same")
 
 # The tensors here are tiny: a second thread only adds waiting (measured: 1.2 s instead of 10 ms for one test).
 torch.set_num_threads(1)
@@ -79,7 +82,9 @@ def pytest_collection_finish() -> None:
     collect_new()  # all that collecting made stays; later collections need not look at it
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # so that no test depends on which ran before it, in the process that it happened to be given
     # Dynamo times the guards of all that it compiles, for its log, after it has emptied the processor's caches: 20 ms.
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:

@@ -121,7 +121,7 @@ def test_an_interrupted_command_ends_with_130_and_no_traceback(folder: Path) -> 
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 
@@ -219,7 +219,7 @@ main()
         assert process.stdout is not None
         assert process.stdout.readline() == "loading\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 

@@ -969,7 +969,7 @@ assert not torch._dynamo.utils.counters["graph_break"]
 """
     orders = [("recollect", "torch._dynamo"), ("torch._dynamo", "recollect")]
     running = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", program.format(*order)]) for order in orders]
-    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=str)

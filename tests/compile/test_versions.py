@@ -18,7 +18,7 @@ print(bool((x.grad == x.cos()).all()))
 
 
 def test_a_missing_part_of_torch_is_named_and_eager_code_works() -> None:
-    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True, timeout=300)
     assert "regions in compiled code need parts of torch that torch 2." in done.stdout
     assert "They are tested with torch 2.11 and 2.13; regions in eager code still work." in done.stdout
     assert done.stdout.strip().endswith("True")

@@ -413,7 +413,7 @@ def run_late(kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["messages", "sum", "functional"])
 def test_what_is_waited_for_after_the_region_is_not_sent_again(ranks: Ranks, kind: str) -> None:
-    assert ranks.run(run_late, kind, limit_s=15) == [[0] * 4] * 2
+    assert ranks.run(run_late, kind) == [[0] * 4] * 2
 
 
 def run_nested(kind: str) -> list[int]:
@@ -429,4 +429,4 @@ def run_nested(kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["a sum in place", "dispatch by hand", "functional", "messages", "in place"])
 def test_regions_within_regions_send_nothing_again(ranks: Ranks, kind: str) -> None:
-    assert ranks.run(run_nested, kind, limit_s=15) == [[0] * 4] * 2
+    assert ranks.run(run_nested, kind) == [[0] * 4] * 2

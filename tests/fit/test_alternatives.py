@@ -8,6 +8,7 @@ import recollect
 from recollect._core.alternatives import MemoryTrack
 from recollect._core.profiles import Profile
 from recollect._fit.alternatives import list_alternatives
+from tests.timing import with_fixed_times
 
 pytest.importorskip("scipy")
 
@@ -15,7 +16,7 @@ pytest.importorskip("scipy")
 @pytest.fixture(scope="module")
 def seen() -> Profile:
     model = Sequential(*(Sequential(Linear(32, 128), GELU(), Linear(128, 32)) for _ in range(4)))
-    return recollect.profile(model, torch.randn(256, 32))
+    return with_fixed_times(recollect.profile(model, torch.randn(256, 32)))
 
 
 def test_they_go_from_the_quickest_to_the_smallest(seen: Profile) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import Plan, Profile
+from tests.timing import with_fixed_times
 
 pytest.importorskip("scipy")
 
@@ -132,7 +133,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Profile]:
     torch.manual_seed(0)
     model, x = MODELS[request.param]()
-    return model, x, recollect.profile(model, x)
+    return model, x, with_fixed_times(recollect.profile(model, x))
 
 
 def measure(model: nn.Module, x: Tensor, plan: Plan) -> int:
@@ -158,7 +159,7 @@ def test_what_a_module_from_elsewhere_does_belongs_to_its_caller() -> None:
 def test_a_module_whose_calls_differ_is_planned_for_all_of_them() -> None:
     torch.manual_seed(0)
     model, x = Shared(), torch.randn(8, 16, 16)
-    seen = recollect.profile(model, x)
+    seen = with_fixed_times(recollect.profile(model, x))
     plan = recollect.plan(seen, budget="min")
     assert measure(model, x, plan) < seen.peak_bytes
 
@@ -174,7 +175,7 @@ def test_tiny_modules_are_no_regions() -> None:
             found: Tensor = self.rest(x) * torch.tanh(self.scale(x[:1, :1]))
             return found
 
-    seen = recollect.profile(Tiny(), torch.randn(512, 16))
+    seen = with_fixed_times(recollect.profile(Tiny(), torch.randn(512, 16)))
     told = recollect.plan(seen, budget="min")
     assert told.regions
     assert "scale" not in {region.path for region in told.regions}

@@ -13,6 +13,7 @@ import recollect
 from recollect import BudgetError, Choice, Decision, Plan, Profile
 from recollect._core.forecasts import PlannedRegion
 from tests.models import GPT, MoE, UNet, ViT
+from tests.timing import with_fixed_times
 
 pytest.importorskip("scipy")
 
@@ -31,7 +32,12 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[Tensor, ...],
     for _ in range(2):
         model(*inputs).sum().backward()
     model.zero_grad()
-    return model, inputs, recollect.profile(model, *inputs)
+    return model, inputs, take(model, *inputs)
+
+
+def take(model: nn.Module, *inputs: Tensor) -> Profile:
+    """A profile that leads to the same plans everywhere."""
+    return with_fixed_times(recollect.profile(model, *inputs))
 
 
 def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -72,7 +78,7 @@ def test_a_planned_step_has_the_gradients_of_the_plain_one_and_stays_near_its_pe
 def test_predicted_peaks_are_exact_where_regions_replay() -> None:
     torch.manual_seed(0)
     model, inputs = MODELS["GPT"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     for share in (0.9, 0.8, 0.7):
         plan = recollect.plan(seen, budget=int(seen.peak_bytes * share))
         with recollect.apply(model, plan):
@@ -115,7 +121,7 @@ def test_a_plan_goes_to_json_and_back_and_does_the_same(case: tuple[nn.Module, t
 
 def test_what_cannot_fit_is_refused_with_the_smallest_peak_and_what_sets_it() -> None:
     model, inputs = MODELS["GPT"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     with pytest.raises(
         BudgetError, match=r"no plan fits 1.00 KiB.*: the smallest reachable peak is .* KiB, at "
     ) as error:
@@ -134,7 +140,7 @@ def test_planning_needs_the_plain_step() -> None:
 
 def test_a_plan_prints_as_a_table_with_what_it_promises() -> None:
     model, inputs = MODELS["GPT"]()
-    plan = recollect.plan(recollect.profile(model, *inputs), budget="min")
+    plan = recollect.plan(take(model, *inputs), budget="min")
     text = str(plan)
     assert "regions" in text
     assert "of the plain step's" in text
@@ -145,7 +151,7 @@ def test_a_plan_prints_as_a_table_with_what_it_promises() -> None:
 
 def test_a_plan_on_another_model_is_refused() -> None:
     model, inputs = MODELS["GPT"]()
-    plan = recollect.plan(recollect.profile(model, *inputs), budget="min")
+    plan = recollect.plan(take(model, *inputs), budget="min")
     with pytest.raises(ValueError, match=r"was made for GPT and does not fit UNet, which has no module 'layers.0'"):
         recollect.apply(UNet(), plan)
     with pytest.raises(ValueError, match=r"bytes of parameters in 'layers.0', where the plan saw"):
@@ -167,7 +173,7 @@ def test_planning_leaves_the_model_as_it_was() -> None:
     model, inputs = MODELS["GPT"]()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    recollect.plan(recollect.profile(model, *inputs), budget="min")
+    recollect.plan(take(model, *inputs), budget="min")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -175,7 +181,7 @@ def test_planning_leaves_the_model_as_it_was() -> None:
 
 def test_diff_names_the_regions_that_are_treated_otherwise() -> None:
     model, inputs = MODELS["GPT"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     smallest, fastest = (recollect.plan(seen, budget=goal) for goal in ("min", "fastest"))
     assert smallest.diff(smallest) == ""
     assert "layers.0: " in smallest.diff(fastest)
@@ -247,7 +253,7 @@ def test_what_is_sent_beside_recomputation_makes_plans_quicker(share: float) -> 
 
 def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None:
     model, inputs = MODELS["GPT"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     expected = gradients(model, inputs)
     with recollect.apply(model, recollect.plan(seen, budget=seen.peak_bytes * 3 // 4)):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -259,7 +265,7 @@ def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None
 
 def test_other_tiers_and_speeds_are_refused() -> None:
     model, inputs = MODELS["GPT"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     with pytest.raises(ValueError, match=r"tiers='tape': expected 'host', 'disk', \('host', 'disk'\), or None to send"):
         recollect.plan(seen, budget="min", tiers="tape")
     with pytest.raises(ValueError, match="the step runs in host memory already"):
@@ -286,7 +292,7 @@ class Casting(nn.Module):
 def test_predicted_peaks_are_exact_under_autocast(share: float) -> None:
     torch.manual_seed(0)
     model, inputs = Casting(), (torch.randint(0, 32, (8, 32)),)
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     plan = recollect.plan(seen, budget=max(int(seen.peak_bytes * share), recollect.plan(seen, budget="min").peak_bytes))
     expected = gradients(model, inputs)
     with recollect.apply(model, plan):
@@ -299,7 +305,7 @@ def test_predicted_peaks_are_exact_under_autocast(share: float) -> None:
 def test_where_tokens_are_routed_blocks_are_replayed_from_what_was_chosen() -> None:
     torch.manual_seed(0)
     model, inputs = MODELS["MoE"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     chosen = [call.op for call in seen.calls if call.is_routing]
     assert chosen[0].startswith("aten.topk")
     plan = recollect.plan(seen, budget=max(int(seen.peak_bytes * 0.8), recollect.plan(seen, budget="min").peak_bytes))
@@ -311,20 +317,20 @@ def test_where_tokens_are_routed_blocks_are_replayed_from_what_was_chosen() -> N
 
 def test_a_plan_that_no_longer_fits_is_made_anew_for_what_it_was_asked_for() -> None:
     model, inputs = MODELS["GPT"]()
-    seen = recollect.profile(model, *inputs)
+    seen = take(model, *inputs)
     plan = recollect.plan(seen, budget=seen.peak_bytes * 8 // 10)
     narrower = GPT(width=8, dropout=0.0)
     with pytest.raises(ValueError, match=r"within the same budget: recollect.plan\(.*, budget=plan\)"):
         recollect.apply(narrower, plan)
-    again = recollect.plan(recollect.profile(narrower, *inputs), budget=plan)
+    again = recollect.plan(take(narrower, *inputs), budget=plan)
     assert plan.forecast is not None
     assert again.forecast is not None
     assert again.forecast.budget_bytes == plan.forecast.budget_bytes == seen.peak_bytes * 8 // 10
     recollect.apply(narrower, again).remove()
-    smallest = recollect.plan(recollect.profile(model, *inputs), budget="min")
-    assert recollect.plan(recollect.profile(narrower, *inputs), budget=smallest).forecast.budget == "min"  # type: ignore[union-attr]
+    smallest = recollect.plan(take(model, *inputs), budget="min")
+    assert recollect.plan(take(narrower, *inputs), budget=smallest).forecast.budget == "min"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="plan 'mine' was written by hand and has no budget"):
-        recollect.plan(recollect.profile(model, *inputs), budget=Plan(name="mine"))
+        recollect.plan(take(model, *inputs), budget=Plan(name="mine"))
 
 
 class Checkpointed(nn.Module):
@@ -363,7 +369,7 @@ class Dropping(nn.Module):
 
 def test_layers_that_did_not_run_are_planned_like_those_beside_them() -> None:
     model, x = Dropping(), torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    plan = recollect.plan(recollect.profile(model, x), budget="min")
+    plan = recollect.plan(take(model, x), budget="min")
     ways = {region.path: (region.way, region.keeps) for region in plan.regions}
     assert ways["layers.1"] == ways["layers.0"]
     kept = {number: sum(choice.region == f"layers.{number}" for choice in plan.choices) for number in (0, 1)}
@@ -382,6 +388,6 @@ def test_layers_that_did_not_run_are_planned_like_those_beside_them() -> None:
 def test_with_all_layers_at_work_nothing_is_said_of_idle_ones() -> None:
     model = Dropping()
     model.left_out.clear()
-    plan = recollect.plan(recollect.profile(model, torch.ones(64, 32)), budget="min")
+    plan = recollect.plan(take(model, torch.ones(64, 32)), budget="min")
     assert plan.regions
     assert not any("did not run" in note for note in plan.notes)
