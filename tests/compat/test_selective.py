@@ -98,9 +98,9 @@ def test_the_policy_enum_is_torchs_own() -> None:
 
 @pytest.mark.parametrize("answer", [None, 1, "save", 0.5, [True]], ids=repr)
 def test_any_other_answer_is_refused(answer: Any) -> None:
-    before = what_is_in_force()
+    x, before = leaf(3), what_is_in_force()
     with pytest.raises(TypeError) as caught:
-        run(chain, leaf(3), keep=lambda *_args: answer)
+        run(chain, x, keep=lambda *_args: answer)
     assert str(caught.value) == (
         f"the policy answered {answer!r} for aten.sin.default; expected a CheckpointPolicy or a bool"
     )
@@ -128,9 +128,9 @@ def test_an_error_in_the_policy_is_the_users_and_leaves_nothing_behind() -> None
     def policy(*_args: Any) -> bool:
         raise ZeroDivisionError
 
-    before = what_is_in_force()
+    x, before = leaf(3), what_is_in_force()
     with pytest.raises(ZeroDivisionError):
-        run(chain, leaf(3), keep=policy)
+        run(chain, x, keep=policy)
     assert what_is_in_force() == before
 
 
