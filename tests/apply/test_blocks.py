@@ -125,3 +125,94 @@ def test_equal_rows_fold_across_stages() -> None:
     assert describe_places([place(name) for name in names])[1].startswith("layers.0-1.experts.0-3  Block")
     different = [place("layers.0"), place("layers.1", "save"), place("layers.2")]
     assert [row.split()[0] for row in describe_places(different)] == ["module", "layers.0,2", "layers.1"]
+
+
+class Conv(nn.Module):
+    """A block, the first of its stage with a shortcut."""
+
+    def __init__(self, given: int, width: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(given, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.shortcut = nn.Identity() if given == width else nn.Conv2d(given, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.shortcut(x) + self.conv2(self.conv1(x).relu())
+        return result
+
+
+class Separable(Conv):
+    """Another block, of which there is one."""
+
+
+class Stage(nn.Module):
+    """Holds its blocks in a list."""
+
+    def __init__(self, given: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Conv(width if n else given, width) for n in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x)
+        return result
+
+
+class ByName(nn.Module):
+    """Holds its blocks by names, as RegNet does."""
+
+    def __init__(self, given: int, width: int, depth: int) -> None:
+        super().__init__()
+        for n in range(depth):
+            self.add_module(f"b{n + 1}", Conv(width if n else given, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+class Staged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.s1, self.s2, self.s3 = ByName(4, 8, 1), ByName(8, 16, 1), ByName(16, 32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.s3(self.s2(self.s1(self.stem(x))))
+        return result
+
+
+def test_stages_of_few_blocks_are_passed_through_if_others_repeat_theirs() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Stage(4, 8, 2), Stage(8, 16, 3), Stage(16, 32, 2))
+    with recollect.apply(model) as handle:
+        assert {place.class_name for place in handle.places} == {"Conv"}
+        assert len(handle.places) == 7
+
+
+def test_stages_that_name_their_blocks_are_passed_through() -> None:
+    with recollect.apply(Staged()) as handle:
+        assert [place.name for place in handle.places] == ["s1.b1", "s2.b1", "s3.b1", "s3.b2", "s3.b3"]
+
+
+def test_a_stage_of_another_class_counts_beside_stages_that_repeat_theirs() -> None:
+    stages = [nn.Sequential(Separable(4, 8)), nn.Sequential(Conv(8, 16), Conv(16, 16)), nn.Sequential(Conv(16, 32))]
+    with recollect.apply(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(*stages))) as handle:
+        assert [place.name for place in handle.places] == ["1.0.0", "1.1.0", "1.1.1", "1.2.0"]
+
+
+def test_stages_of_one_block_each_are_as_good_as_a_list() -> None:
+    stages = [nn.Sequential(Conv(4, 8)), nn.Sequential(Conv(8, 16)), nn.Sequential(Conv(16, 32))]
+    with recollect.apply(nn.Sequential(nn.Conv2d(3, 4, 3), *stages)) as handle:
+        assert [place.name for place in handle.places] == ["1.0", "2.0", "3.0"]
+
+
+class Standardised(nn.Conv2d):
+    """A layer, whatever it does to its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return nn.functional.conv2d(input, self.weight - self.weight.mean(), self.bias)
+
+
+def test_layers_of_other_classes_than_torchs_are_no_blocks() -> None:
+    stem = nn.Sequential(Standardised(3, 4, 3), nn.ReLU(), Standardised(4, 4, 3), nn.ReLU())
+    with recollect.apply(nn.Sequential(stem, nn.Sequential(Conv(4, 8), Conv(8, 8)))) as handle:
+        assert [place.name for place in handle.places] == ["1.0", "1.1"]

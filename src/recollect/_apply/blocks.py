@@ -2,10 +2,11 @@
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
 outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each stage of
-other sizes (as in Swin), or each a list of many (as in DenseNet), are passed through to the blocks. Norms are not
-blocks, and where there are blocks of several products, those of a single one (projections, transitions) are left out:
-recomputing them frees little. Where no list repeats anything, lists of one block are taken, or else siblings of one
-class under any module (a U-Net written as ``down1``, ``down2``, ...).
+other sizes (as in Swin), or each a list of many (as in DenseNet), are passed through to the blocks. A stage beside those
+that repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks, and where there
+are blocks of several products, those of a single one (projections, transitions) are left out: recomputing them frees
+little. Where no list repeats anything, lists of one block are taken, or else siblings of one class under any module (a
+U-Net written as ``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _NORMS = (  # and what libraries make of them, with an activation inside
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d,
     nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm,
 )  # fmt: skip
+_PARAMETRIZATIONS = "parametrizations"
 _MANY = 4  # of one class in a stage make it one, although each has other sizes: DenseNet's layers grow
 
 
@@ -37,14 +39,29 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """
     found = set(
         _search(model, _LISTS, _repeated)
+        or _repeated(_search(model, _LISTS, _any))  # stages of one block each
         or _search(model, (nn.ModuleList,), _any)
-        or _search(model, (nn.Module,), _repeated_by_hand)
     )
-    # A stage may have only one of what others repeat: the same class in a list counts there too.
+    parents = _LISTS if found else (nn.Module,)
+    found = found or set(_search(model, parents, _repeated_by_hand))
+    # A stage may have only one of what others repeat: the same class counts there too, if it is held in the same way.
     kinds = {type(module) for module in found} - {nn.Sequential}
-    found.update(_search(model, _LISTS, lambda children: [child for child in children if type(child) in kinds]))
+    found.update(_search(model, parents, lambda children: [child for child in children if type(child) in kinds]))
+    found.update(_beside(model, found))
     large = {module for module in found if _count_products(module) > 1}
     return [module for module in model.modules() if module in (large or found)]
+
+
+def _beside(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
+    """The blocks in lists that stand beside lists of blocks, in a list."""
+    blocks: list[nn.Module] = []
+    for holder in model.modules():
+        stages = [child for child in holder.children() if type(child) is nn.Sequential]
+        if type(holder) in (nn.Sequential, nn.ModuleList) and not found.isdisjoint(
+            block for stage in stages for block in stage
+        ):
+            blocks += [child for stage in stages if found.isdisjoint(stage) for child in _any(list(stage))]
+    return blocks
 
 
 def _count_products(module: nn.Module) -> int:
@@ -68,7 +85,8 @@ def _search(
         if module in seen or module in found:
             continue
         seen.add(module)
-        children = [child for child in vars(module).get("_modules", {}).values() if child is not None]
+        parts = vars(module).get("_modules", {})
+        children = [child for name, child in parts.items() if child is not None and name != _PARAMETRIZATIONS]
         if isinstance(module, parents):
             for blocks in _by_class(choose(children)):
                 if not _are_stages(blocks, frozenset(seen)):
@@ -109,18 +127,33 @@ def _is_block(module: nn.Module) -> bool:
         # One that holds blocks is a stage; one of plain layers is a block itself.
         return not any(_is_block(child) for child in module)
     kind, parts = type(module), dict(module.named_children())
-    if parts.pop("parametrizations", None) is not None:
-        kind = kind.__mro__[1]  # a class made for this module alone, over its own
-    is_layer = kind.__module__.startswith("torch.nn.modules") and not issubclass(kind, nn.RNNBase)
-    return bool(parts) or not is_layer
+    parts.pop(_PARAMETRIZATIONS, None)  # its class was made for this module alone, over its own
+    bases = set(kind.__mro__[:-1]) - {nn.Module}  # a convolution that standardises its weight is one
+    is_layer = any(base.__module__.startswith("torch.nn.modules") for base in bases)
+    return bool(parts) or not is_layer or issubclass(kind, nn.RNNBase)
 
 
 def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
-    """Whether no two of them have the same sizes, while each holds blocks of its own that do; or each lists many."""
-    inner = [_search(block, _LISTS, _repeated, seen) for block in blocks]
+    """Whether no two of them have the same sizes, while all hold blocks of which some do; or each lists many.
+
+    The first block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the same.
+    """
+    inner = [
+        _search(block, _LISTS, _repeated, seen) or _numbered(block) or _search(block, _LISTS, _any, seen)
+        for block in blocks
+    ]
     if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):
         return True
-    return _most_alike(blocks) == 1 and all(_most_alike(held) > 1 or len(held) >= _MANY for held in inner)
+    repeat = any(_most_alike(held) > 1 or len(held) >= _MANY for held in inner)
+    return _most_alike(blocks) == 1 and all(inner) and repeat
+
+
+def _numbered(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module that is a list by names alone (``b1``, ``b2``, ...), if they are blocks of one class."""
+    parts = {name: part for name, part in module.named_children() if next(part.parameters(), None) is not None}
+    is_list = len({name.rstrip("0123456789") for name in parts}) == 1 and all(name[-1].isdecimal() for name in parts)
+    one_class = len(set(map(type, parts.values()))) == 1
+    return _any(list(parts.values())) if is_list and one_class else []
 
 
 def _most_alike(blocks: list[nn.Module]) -> int:
