@@ -27,6 +27,7 @@ from torch import fx
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import key_of
 from recollect._compile.offloading import MARK, mark_offloaded
+from recollect._compile.ordering import keep_order
 from recollect._core.calls import Lifetime, OpCall
 from recollect._core.decisions import Decision, Site
 from recollect._core.plans import Choice, Plan
@@ -84,6 +85,7 @@ class Partitioner:
         """
         from torch._functorch import config
         from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor import config as inductor_config
 
         if config.activation_memory_budget == 0:
             message = (
@@ -103,6 +105,9 @@ class Partitioner:
             _log.debug("partition: %s", partition.simulation)
             if self._report is not None:
                 self._report(partition)
+        cuts_for_inductor: Any = inductor_config.custom_partitioner_fn
+        if cuts_for_inductor is self and _decides(plan):
+            keep_order(backward)
         return forward, backward
 
     def uuid(self) -> str:
@@ -143,7 +148,8 @@ def partitioner(
         budget: the most bytes that each graph may have in use at a time in forward and backward, its inputs included
             (parameters, buffers, the batch), in place of `plan`: a number, text like ``"4GiB"``, or ``"min"`` for the
             smallest peak. What to keep is solved for the whole graph, at a compiler's costs: what is recomputed
-            pointwise is fused and nearly free. Bytes are counted before fusion, so the real peak is lower. Needs scipy.
+            pointwise is fused and nearly free. Bytes are counted before fusion, and 5% are kept free where that is
+            possible, for what fusion adds. Needs scipy.
         report: called with each partition when a graph is compiled.
 
     Returns:
@@ -315,6 +321,11 @@ def _judge(gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan) 
     return Partition(profile=joint.profile, kept=kept, simulation=simulate(joint.profile, kept), plan=plan)
 
 
+def _decides(plan: Plan) -> bool:
+    """Whether anything is recomputed because the plan says so."""
+    return any(choice.decision is Decision.RECOMPUTE for choice in plan.choices)
+
+
 def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:
     """What was decided, as a plan of exact sites."""
     return Plan(
@@ -330,7 +341,9 @@ def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:
 def _source_digest() -> str:
     """Changes with this code, so that what an older one compiled is not taken for the same."""
     here = Path(__file__).parent
-    sources = (here / "joint.py", here / "partition.py", here.parent / "_plan" / "graphs.py")
+    rooms = (here, here.parent / "_plan")
+    names = ("joint.py", "partition.py", "ordering.py", "graphs.py")
+    sources = [room / name for room in rooms for name in names if (room / name).exists()]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 

@@ -27,6 +27,9 @@ from recollect._plan.solvers.keep_sets import Program
 _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts is how many operations weigh a byte
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take
 _BISECTIONS = 10
+_MARGIN = (
+    0.05  # of what a step may take beyond its inputs: measured peaks of Inductor were up to 5% above the simulated
+)
 _WIDE = 1.5  # as a waist, next to the narrowest
 _REDUCING = ("mean", "sum", "var", "std", "amax", "amin", "norm", "prod", "argmax", "argmin", "logsumexp", "softmax")
 _APART = ("sort", "topk", "scatter", "index_put", "cumsum", "cumprod", "bernoulli", "rand", "nonzero", "unique", "all_")
@@ -72,7 +75,9 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
     def make(profile: Profile) -> Plan:
         if budget.text == FASTEST or not profile.saved:
             return Plan(name=budget.text)
-        found = find_keep_set(profile, budget.bytes)
+        found = find_keep_set(profile, _leave_room(profile, budget.bytes))
+        if budget.bytes is not None and found.peak_bytes > budget.bytes:
+            found = find_keep_set(profile, budget.bytes)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
             held = format_bytes(found.simulation.held_bytes)
             message = (
@@ -84,6 +89,14 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
         return Plan(name=budget.text, choices=tuple(_write(profile, found.kept)))
 
     return make
+
+
+def _leave_room(profile: Profile, budget_bytes: int | None) -> int | None:
+    """The budget less what fusion may add: several results of one kernel are there at a time."""
+    if budget_bytes is None:
+        return None
+    held = sum(storage.bytes for storage in profile.storages if storage.lifetime is Lifetime.STEP)
+    return budget_bytes - int(max(budget_bytes - held, 0) * _MARGIN)
 
 
 def _write(profile: Profile, kept: frozenset[int]) -> Iterator[Choice]:
