@@ -77,9 +77,11 @@ def main(about: str, choices: Mapping[str, Choice], *, skipped: Sequence[str] = 
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", action="append", choices=list(choices), help="may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin nothing new after that (compiled.py)")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="begin nothing new after that (compiled.py, real_models.py)"
+    )
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile ahead (compiled.py)")
-    parser.add_argument("--only", action="append", default=[], help="candidates whose names hold this (compiled.py)")
+    parser.add_argument("--only", action="append", default=[], help="candidates, or models, whose names hold this")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
     options = parser.parse_args()
     names = options.case or [name for name, choice in choices.items() if options.device in choice.unasked]
@@ -108,9 +110,15 @@ def main(about: str, choices: Mapping[str, Choice], *, skipped: Sequence[str] = 
         for case in choices[name].measure(setting):
             show(console, case)
             cases.append(asdict(case))
-    if options.json:
-        written = {"environment": here, "rounds": rounds, "repeats": repeats, "skipped": skipped, "cases": cases}
-        options.json.write_text(json.dumps(written, indent=2) + "\n")
+            if options.json:  # after each: whoever ends it has what was measured by then
+                written = {
+                    "environment": here,
+                    "rounds": rounds,
+                    "repeats": repeats,
+                    "skipped": skipped,
+                    "cases": cases,
+                }
+                options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def show(console: Console, case: Case) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/compiled.py --device cpu                            # a small model, one thread
     python benchmarks/compiled.py --device cuda --json compiled.json        # the compute-bound step
     python benchmarks/compiled.py --device cuda --quick --jobs 5 --limit 220  # what can be had in five minutes
-    python benchmarks/compiled.py --device cuda --case real --limit 200     # models of Transformers against its switch
+    python benchmarks/compiled.py --device cuda --case real --limit 480     # as real_models.py --case compiled
 
 Each candidate is compiled once, as one graph, and shows a line when it has run; then all take turns in one process. The
 rivals are torch's checkpoint and its selective contexts (SAC) on the same operators, torch_remat, and the compiler's
@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 from cases import Case, Choice, Row, Setting, main
-from compiled_models import real_case
 from compiling import gradients_after, largest_difference, own_code, peak_bytes, say, timed, warm_up
 from llama_like import Layers, LlamaLike
 from peers import OURS, REMAT, TORCH, missing
+from real_models import compiled_cases
 from selective import Ops
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
@@ -286,7 +286,7 @@ TINY = replace(SMALL, layers=2, tokens=256)
 CHOICES = {
     "small": Choice(measure=partial(case, "small", TINY, torch.float32), devices=("cpu",), unasked=("cpu",)),
     "compute": Choice(measure=partial(case, "compute", COMPUTE, torch.bfloat16), devices=("cuda",), unasked=("cuda",)),
-    "real": Choice(measure=real_case),
+    "real": Choice(measure=compiled_cases),
 }
 
 

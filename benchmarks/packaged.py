@@ -178,18 +178,13 @@ def noisy(size: Size) -> dict[str, Tensor]:
 
 
 MODELS: dict[str, Packaged] = {
+    "llama": causal("Llama", large=Size(2048, 8, 2048, 4)),
+    "qwen3": causal("Qwen3", large=Size(2048, 8, 2048, 4)),
     "gpt2": Packaged(
         build=of_transformers("GPT2LMHeadModel", "GPT2Config", gpt2), inputs=text, large=Size(1024, 12, 1024, 8)
     ),
-    "llama": causal("Llama", large=Size(2048, 8, 2048, 4)),
-    "qwen3": causal("Qwen3", large=Size(2048, 8, 2048, 4)),
     "mixtral": causal("Mixtral", large=Size(1024, 6, 2048, 4), num_local_experts=8, num_experts_per_tok=2),
     "gemma3": causal("Gemma3", "Gemma3TextConfig", large=Size(1536, 8, 2048, 4), sliding_window=512),
-    "bert": Packaged(
-        build=of_transformers("BertForMaskedLM", "BertConfig", lambda size: {**encoder(size), "vocab_size": VOCAB}),
-        inputs=lambda size: text(size._replace(tokens=min(size.tokens, 512))),
-        large=Size(1024, 16, 512, 16),
-    ),
     "t5": Packaged(
         build=of_transformers("T5ForConditionalGeneration", "T5Config", t5), inputs=text, large=Size(1024, 16, 1024, 8)
     ),
@@ -215,7 +210,13 @@ MODELS: dict[str, Packaged] = {
     "unet": Packaged(
         build=unet, inputs=noisy, large=Size(512, 0, 0, 32), loss=lambda output: output.sample.square().mean()
     ),
+    "bert": Packaged(
+        build=of_transformers("BertForMaskedLM", "BertConfig", lambda size: {**encoder(size), "vocab_size": VOCAB}),
+        inputs=lambda size: text(size._replace(tokens=min(size.tokens, 512))),
+        large=Size(1024, 16, 512, 16),
+    ),
 }
+"""Those that most people train come first."""
 
 
 def available() -> list[str]:
@@ -228,8 +229,7 @@ def available() -> list[str]:
             return False
         return True
 
-    found = [name for name in MODELS if name != "unet"] if is_there("transformers") else []
-    return found + (["unet"] if is_there("diffusers") else [])
+    return [name for name in MODELS if is_there("diffusers" if name == "unet" else "transformers")]
 
 
 # The ways to train one.
