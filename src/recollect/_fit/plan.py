@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from recollect._core.errors import BudgetError
 from recollect._core.forecasts import CurvePoint, Forecast
@@ -12,7 +13,7 @@ from recollect._fit.refusal import describe_call, explain_refusal
 from recollect._fit.standard import FULL
 from recollect._fit.work import Work, find_margin_share, find_speed, read_tiers, work_for
 from recollect._plan.budget import FASTEST, SMALLEST, Budget, parse_budget
-from recollect._plan.frontier import Point
+from recollect._plan.frontier import Frontier, Point
 from recollect._plan.idle import describe_idle, find_idle, plan_idle
 from recollect._plan.solvers.highs import import_scipy
 from recollect._plan.write import take_fingerprint, write_choices, write_regions
@@ -73,22 +74,44 @@ def plan(
     import_scipy()
     wanted = _read_wish(budget) if isinstance(budget, Plan) else budget
     asked = parse_budget(wanted, device_bytes=find_device_bytes(profile))
-    work = work_for(profile, None if tiers is None else find_speed(tiers, profile, link_bytes_per_s))
-    frontier = work.frontier(progress)
-    margin = int((asked.bytes or 0) * find_margin_share(profile, sends=tiers is not None))
+    works = [work_for(profile, None)]
+    if tiers is not None:
+        works.append(work_for(profile, find_speed(tiers, profile, link_bytes_per_s)))
+    found = [
+        _Found(work=work, point=point, margin_bytes=margin)
+        for work in works
+        for margin in [int((asked.bytes or 0) * find_margin_share(profile, sends=work is not works[0]))]
+        if (point := _choose(work.frontier(progress), asked, margin)) is not None
+    ]
+    if not found:
+        smallest = min((work for work in works), key=lambda work: work.frontier().smallest.peak_bytes)
+        point = smallest.frontier().smallest
+        margin = int((asked.bytes or 0) * find_margin_share(profile, sends=smallest is not works[0]))
+        raise BudgetError(explain_refusal(smallest.problem, point, asked, margin), point.peak_bytes)
+    if asked.text == SMALLEST:
+        best = min(found, key=lambda one: (one.point.peak_bytes, one.point.step_s))
+    else:  # what sends nothing away needs less of a margin
+        best = min(found, key=lambda one: (one.point.step_s, one.point.peak_bytes))
+    tier = "" if tiers is None else read_tiers(tiers)
+    return _write(best.work, best.point, asked, best.margin_bytes, name, tier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What is chosen with or without a link, and how much of the budget stays free for what a profile does not see."""
+
+    work: Work
+    point: Point
+    margin_bytes: int
+
+
+def _choose(frontier: Frontier, asked: Budget, margin_bytes: int) -> Point | None:
     if asked.text == FASTEST:
-        point = frontier.points[0]
-    elif asked.text == SMALLEST:
-        point = frontier.smallest
-    else:
-        assert asked.bytes is not None
-        found = frontier.fastest_within(asked.bytes - margin)
-        if found is None:
-            raise BudgetError(
-                explain_refusal(work.problem, frontier.smallest, asked, margin), frontier.smallest.peak_bytes
-            )
-        point = found
-    return _write(work, point, asked, margin, name, "" if tiers is None else read_tiers(tiers))
+        return frontier.points[0]
+    if asked.text == SMALLEST:
+        return frontier.smallest
+    assert asked.bytes is not None
+    return frontier.fastest_within(asked.bytes - margin_bytes)
 
 
 def plan_full(profile: Profile, *, budget: int | str) -> Plan | None:

@@ -1,12 +1,16 @@
-"""When values that are sent away are gone, when their way back begins, and how long the step waits for the link.
+"""When the memory of values that are sent away is free, when it is taken again, and how long the step waits.
 
-The link carries one value at a time in each direction, in the order of saving out and of using back. A value leaves
-when it was saved, and comes back as late as it can. Copies that are on their way hold their memory on the device;
-where too many bytes are, the step waits. It does not see that copies slow down kernels beside them.
+It follows what `recollect.offload` does, by the same times. The link carries one value at a time in each direction, in
+the order of saving out and of using back. A value leaves when it was saved. Its memory is let go when another one is
+saved after it has left, for only then does the host look. It is taken again when one is used before its way back must
+begin, early enough for a link that has become a little slower. Where too many bytes are on their way, the step waits.
+It does not see that copies slow down kernels beside them.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +19,9 @@ IN_FLIGHT_BYTES = 2**30
 
 LEAST_BYTES = 2**16
 """Smaller values stay, as `recollect.offload` has it."""
+
+# As the timetables of `recollect.offload` have them, which a test compares with these.
+_SLACK, _SLOWER, _AT_ONCE = 0.03, 1.08, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,7 @@ class Journey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """From when to when a value is not on the device; nowhere gone if the two are the same."""
+    """From when to when a value takes no memory on the device; never if the two are the same."""
 
     gone_s: float
     back_s: float
@@ -43,34 +50,90 @@ class Absence:
 def find_absences(
     journeys: Sequence[Journey], bytes_per_s: float, in_flight_bytes: int = IN_FLIGHT_BYTES
 ) -> tuple[list[Absence], float]:
-    """For each value when it is away, and how long the step waits in all.
+    """For each value when it is away, by a clock that stops while the step waits, and how long the step waits in all.
 
-    >>> values = [Journey(bytes=10, made_s=0.0, used_s=9.0), Journey(bytes=10, made_s=1.0, used_s=8.0)]
-    >>> find_absences(values, bytes_per_s=5.0)
-    ([Absence(gone_s=2.0, back_s=7.0), Absence(gone_s=4.0, back_s=5.0)], 0.0)
+    >>> values = [Journey(bytes=10, made_s=float(at), used_s=29.0 - at) for at in range(10)]
+    >>> away, waits_s = find_absences(values, bytes_per_s=5.0)
+    >>> away[0], away[9], waits_s  # gone when the third is saved; the last ones never leave
+    (Absence(gone_s=2.0, back_s=26.0), Absence(gone_s=20.0, back_s=20.0), 0.0)
     """
     order = sorted(range(len(journeys)), key=lambda at: journeys[at].made_s)
-    gone: dict[int, float] = {}
-    free_s = wait_s = 0.0
+    gone_s, late_s = _send(journeys, order, bytes_per_s, in_flight_bytes)
+    made_s = [journeys[at].made_s + late for at, late in zip(order, late_s, strict=True)]
+    waits_s = late_s[-1] if late_s else 0.0
+    uses = sorted(range(len(journeys)), key=lambda at: journeys[at].used_s)
+    times_s = [journeys[at].used_s + waits_s for at in uses]
+    back_s = _fetch(journeys, uses, times_s, gone_s, bytes_per_s)
+    places = {at: place for place, at in enumerate(order)}
+    absences = []
+    for at, one in enumerate(journeys):
+        if at not in back_s:
+            absences.append(Absence(gone_s=one.used_s, back_s=one.used_s))
+            continue
+        release = min(max(bisect.bisect_left(made_s, gone_s[at]), places[at]), len(order) - 1)
+        free_s = journeys[order[release]].made_s
+        absences.append(Absence(gone_s=free_s, back_s=max(free_s, back_s[at] - waits_s)))
+    return absences, waits_s + _count_late(journeys, uses, back_s, bytes_per_s)
+
+
+def _send(
+    journeys: Sequence[Journey], order: Sequence[int], bytes_per_s: float, in_flight_bytes: int
+) -> tuple[dict[int, float], list[float]]:
+    """When each value has left, and how long the step has waited when each was saved."""
+    gone_s: dict[int, float] = {}
+    late_s: list[float] = []
+    leaving: deque[int] = deque()
+    free_s, waited_s, flying = float("-inf"), 0.0, 0
     for at in order:
         one = journeys[at]
-        made_s = one.made_s + wait_s
-        backlog_s = max(0.0, free_s - made_s) + (one.bytes - in_flight_bytes) / bytes_per_s
-        if backlog_s > 0:
-            wait_s += backlog_s
-            made_s += backlog_s
-        free_s = max(free_s, made_s) + one.bytes / bytes_per_s
-        gone[at] = free_s - wait_s
-    back: dict[int, float] = {}
+        now_s = one.made_s + waited_s
+        free_s = gone_s[at] = max(free_s, now_s) + one.bytes / bytes_per_s
+        leaving.append(at)
+        flying += one.bytes
+        while leaving and gone_s[leaving[0]] <= now_s:
+            flying -= journeys[leaving.popleft()].bytes
+        while flying > in_flight_bytes and len(leaving) > 1:
+            oldest = leaving.popleft()
+            waited_s += max(gone_s[oldest] - (one.made_s + waited_s), 0.0)
+            flying -= journeys[oldest].bytes
+        late_s.append(waited_s)
+    return gone_s, late_s
+
+
+def _fetch(
+    journeys: Sequence[Journey],
+    uses: Sequence[int],
+    times_s: Sequence[float],
+    gone_s: dict[int, float],
+    bytes_per_s: float,
+) -> dict[int, float]:
+    """When the way back of each value that leaves begins: at the last use that is early enough."""
+    found: dict[int, float] = {}
+    if not uses:
+        return found
+    span_s = times_s[-1] - times_s[0]
     next_s = float("inf")
-    for at in sorted(range(len(journeys)), key=lambda at: -journeys[at].used_s):
-        one = journeys[at]
-        next_s = min(next_s, one.used_s) - one.bytes / bytes_per_s
-        back[at] = next_s
+    for place in reversed(range(len(uses))):
+        at, used_s = uses[place], times_s[place]
+        copy_s = journeys[at].bytes / bytes_per_s
+        if gone_s[at] + copy_s >= used_s:
+            continue
+        begin_s = used_s - min(_SLACK * span_s, copy_s) - _SLOWER * copy_s
+        if used_s - times_s[0] <= _AT_ONCE * span_s and bisect.bisect_right(times_s, begin_s) <= 1:
+            continue
+        next_s = min(begin_s, next_s - _SLOWER * copy_s)
+        before = bisect.bisect_right(times_s, max(next_s, gone_s[at])) - 1
+        found[at] = times_s[max(before, 0)]
+    return found
+
+
+def _count_late(
+    journeys: Sequence[Journey], uses: Sequence[int], back_s: dict[int, float], bytes_per_s: float
+) -> float:
+    """How long backward waits because the link cannot bring all back in time, from its first use on."""
+    next_s = float("inf")
+    for at in reversed(uses):
+        if at in back_s:
+            next_s = min(next_s, journeys[at].used_s) - journeys[at].bytes / bytes_per_s
     turn_s = max((one.made_s for one in journeys), default=0.0)
-    late_s = max((turn_s - back[at] for at in back), default=0.0)
-    absences = [
-        Absence(gone_s=gone[at], back_s=max(gone[at], back[at], min(turn_s, one.used_s)))
-        for at, one in enumerate(journeys)
-    ]
-    return absences, wait_s + max(0.0, late_s)
+    return max(0.0, turn_s - next_s)
