@@ -106,7 +106,11 @@ class Asker:
             recording.broken(WRITES)  # it is kept as a copy, which is served
         storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
         loose = [tensor for tensor in recording.saved_inside(entry) if not _is_in(tensor, storages)]
-        is_whole = all(_is_in(tensor, storages) for tensor in recording.results(entry))
+        results = recording.results(entry)
+        # A linear layer may add its bias to a kept product: what it gives takes as much, and is held instead.
+        is_whole = all(_is_in(tensor, storages) for tensor in results) or sum(map(bytes_of, results)) <= sum(
+            storage.nbytes() for storage in storages
+        )
         if not is_whole or any(recording.find_cast(tensor, entry) is None for tensor in loose):
             names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
             recording.broken(f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not")

@@ -21,7 +21,7 @@ from recollect._core.operators import (
 from recollect._core.torch_private.collectives import wait_for, works_in
 from recollect._core.torch_private.dispatch import alias_with_version
 from recollect._core.torch_private.engine import current_pass
-from recollect._core.torch_private.schemas import TO_COPY, OpOverload, draws, subject_of
+from recollect._core.torch_private.schemas import OpOverload, draws, is_copy, subject_of
 from recollect._selective.decisions import DecisionLine
 from recollect._selective.kept_call import (
     KeptCall,
@@ -71,7 +71,7 @@ class KeepingMode(OperatorMode):
         proves: whether to copy what is kept, and see at the end that nothing wrote into it unseen. A dispatch mode
             changes what some operators are made of, and where only some are looked at, others write past versions:
             `linear` adds its bias in place, to an unsafe view of the product.
-        note_cast: told of each cast: what was cast, and what came of it.
+        note_copy: told of each cast and copy: what of, and what came of it.
 
     Attributes:
         saw_backward: whether the function itself runs a backward pass.
@@ -90,11 +90,11 @@ class KeepingMode(OperatorMode):
         ops: frozenset[Any] | None = None,
         saved: Sequence[Any] = (),
         proves: bool = False,
-        note_cast: Callable[[Tensor, Tensor], None] | None = None,
+        note_copy: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         super().__init__(kept_calls, ops)
         self._decide, self._is_exact, self._saved, self.proves = decide, is_exact, saved, proves
-        self._own, self._note_cast = own, note_cast
+        self._own, self._note_copy = own, note_copy
         self._pass = current_pass()
         self.saw_backward = self.wrote_outside = self.saw_wrappers = False
         self._made_inside: list[ref[Any]] = []
@@ -110,8 +110,8 @@ class KeepingMode(OperatorMode):
             if self.is_paused:
                 return self._run_in_block(func, operator, args, kwargs)
             found = func(*args, **kwargs)
-            if func is TO_COPY and self._note_cast is not None:
-                self._note_cast(args[0], found)
+            if self._note_copy is not None and is_copy(func, kwargs):
+                self._note_copy(args[0], found)
             return found
         if (operator.writes or operator.statistics) and self._kept_calls.calls:
             self._before_write(operator, args, kwargs)
@@ -127,8 +127,8 @@ class KeepingMode(OperatorMode):
             given, operator = run_and_listen(func, operator, args, kwargs)
         else:
             given = func(*args, **kwargs)
-        if func is TO_COPY and self._note_cast is not None:
-            self._note_cast(args[0], given)
+        if self._note_copy is not None and is_copy(func, kwargs):
+            self._note_copy(args[0], given)
         result = at_places(operator.writes, args, kwargs) if operator.fills else given
         if self._storages is not None and not (operator.is_view or operator.writes):
             self._storages.update((id(storage), ref(storage)) for storage in storages_in(result))

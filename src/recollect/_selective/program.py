@@ -196,24 +196,28 @@ class Inner:
 
 
 class Cast:
-    """A saved tensor that a kept call made by casting one of its arguments, as autocast does: cast again, not held.
+    """A saved tensor that a call made of one of its arguments: cast, as autocast does, or copied. Made again, not held.
 
     Attributes:
         number: of the argument.
         call: which call.
         kind: dtype, shape and strides.
         steps: how many elements behind the start of the cast it starts.
+        is_copied: whether it was also laid out without gaps.
     """
 
-    __slots__ = ("call", "kind", "number", "steps")
+    __slots__ = ("call", "is_copied", "kind", "number", "steps")
 
-    def __init__(self, number: int, call: int, kind: tuple[Any, ...], steps: int) -> None:
-        self.number, self.call, self.kind, self.steps = number, call, kind, steps
+    def __init__(self, number: int, call: int, kind: tuple[Any, ...], steps: int, *, is_copied: bool) -> None:
+        self.number, self.call, self.kind, self.steps, self.is_copied = number, call, kind, steps, is_copied
 
     def make(self, origin: Tensor) -> Tensor:
         """Cast the argument again."""
         dtype, shape, stride = self.kind
-        return origin.to(dtype).as_strided(shape, stride, self.steps)
+        made = origin.to(dtype)
+        if self.is_copied:
+            made = origin.clone(memory_format=torch.contiguous_format) if made is origin else made.contiguous()
+        return made.as_strided(shape, stride, self.steps)
 
     def count_bytes(self) -> int:
         """The bytes of its elements."""

@@ -66,14 +66,14 @@ class RecordedCall:
     """One call of torch."""
 
     __slots__ = (
-        *("args", "bump", "casts", "func", "is_single", "kwargs", "links"),
+        *("args", "bump", "copies", "func", "is_single", "kwargs", "links"),
         *("outs", "place", "saved", "states", "statistics", "written"),
     )
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.args: list[Any] = []
-        self.casts: list[tuple[Tensor, ref[Any]]] = []  # what was cast inside, and the memory of what came of it
+        self.copies: list[tuple[Tensor, ref[Any]]] = []  # what was cast or copied inside, and the memory of what came
         self.kwargs: dict[str, Any] = {}
         self.links: list[int] = []
         self.outs: list[int] = []
@@ -253,10 +253,10 @@ class Recording(FunctionMode):
         if entry is not None:
             entry.saved += 1
 
-    def note_cast(self, tensor: Tensor, cast: Tensor) -> None:
-        """A tensor is cast."""
+    def note_copy(self, tensor: Tensor, copy: Tensor) -> None:
+        """A tensor is cast, or copied without gaps."""
         if self.current is not None and not self.is_paused and current_run() is self._run:
-            self.current.casts.append((tensor, ref(cast.untyped_storage())))
+            self.current.copies.append((tensor, ref(copy.untyped_storage())))
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
@@ -288,34 +288,40 @@ class Recording(FunctionMode):
         return [t for t, owner, _ in self.saved if owner is entry and self._trace(t, entry) is None]
 
     def find_cast(self, tensor: Tensor, entry: RecordedCall) -> Cast | None:
-        """How a tensor that a call saved inside comes of one of the call's arguments by a cast; None if it does not."""
+        """How a tensor that a call saved inside is a cast or copy of one of its arguments; None if it is none."""
         if id(tensor) not in self._casts:
-            number = self._find_origin(tensor, entry)
-            kind = (tensor.dtype, tensor.shape, tensor.stride())
-            self._casts[id(tensor)] = (
-                None if number is None else Cast(number, self.entries.index(entry), kind, int(tensor.storage_offset()))
-            )
+            number, is_copied = self._find_origin(tensor, entry)
+            cast = None
+            if number is not None:
+                kind, steps = (tensor.dtype, tensor.shape, tensor.stride()), int(tensor.storage_offset())
+                cast = Cast(number, self.entries.index(entry), kind, steps, is_copied=is_copied)
+            self._casts[id(tensor)] = cast
         return self._casts[id(tensor)]
 
-    def _find_origin(self, tensor: Tensor, entry: RecordedCall) -> int | None:
-        """The argument that was cast to this tensor.
+    def _find_origin(self, tensor: Tensor, entry: RecordedCall) -> tuple[int | None, bool]:
+        """The argument that was cast or copied to this tensor, and whether it was copied.
 
         Equal values prove nothing: two arguments may both be zero. What is not seen to be cast is a parameter that
         autocast has cast before, and then the only argument that this can be.
         """
-        storage = tensor.untyped_storage()
-        for origin, cast in entry.casts:
-            if cast() is storage:
+        storage, dtype, is_copied = tensor.untyped_storage(), tensor.dtype, False
+        for origin, copy in reversed(entry.copies):
+            if copy() is storage:
+                is_copied = is_copied or origin.dtype == dtype
                 number = self._numbers.get(id(origin))
-                return number if number in entry.links else None
+                if number is not None:
+                    return (number if number in entry.links else None), is_copied
+                storage, dtype = origin.untyped_storage(), origin.dtype
+        if storage is not tensor.untyped_storage():
+            return None, is_copied
         able = [number for number in dict.fromkeys(entry.links) if may_be_cast(self.tensors[number], tensor)]
         if len(able) != 1 or not (self.tensors[able[0]].is_leaf and self.tensors[able[0]].requires_grad):
-            return None
+            return None, False
         if self.classes.can_compare:
             with without_dispatch_modes(), torch.no_grad():
                 made = self.tensors[able[0]].to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-                return able[0] if has_same_bits(made, tensor) else None
-        return able[0]
+                return (able[0] if has_same_bits(made, tensor) else None), False
+        return able[0], False
 
     def _trace(self, tensor: Tensor, entry: RecordedCall | None) -> Source | None:
         """The number of a saved tensor, or of what it is a view of; None if it was made inside its call."""

@@ -89,7 +89,7 @@ class Renumbering:
         if isinstance(source, int):
             return self._new[source]
         if isinstance(source, Cast):
-            return Cast(self._new[source.number], source.call, source.kind, source.steps)
+            return Cast(self._new[source.number], source.call, source.kind, source.steps, is_copied=source.is_copied)
         return self._view(source) or source
 
     def _view(self, source: Any) -> View | None:

@@ -153,7 +153,7 @@ class SelectiveWay(Rerun):
                 own=knowledge.buffers(),
                 is_exact=is_exact,
                 tracks_memory=is_new or decisions.fills,
-                note_cast=None if self._recording is None else self._recording.note_cast,
+                note_copy=None if self._recording is None else self._recording.note_copy,
             )
             again = ServingMode(kept_calls)
         else:

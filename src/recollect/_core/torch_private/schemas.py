@@ -25,6 +25,14 @@ __all__ = [
 
 
 TO_COPY: OpOverload = torch.ops.aten._to_copy.default
+_CLONE: OpOverload = torch.ops.aten.clone.default
+
+
+def is_copy(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator copies its argument: casts it, or lays it out without gaps."""
+    return func is TO_COPY or (func is _CLONE and kwargs.get("memory_format") is torch.contiguous_format)
+
+
 """The operator behind every cast, autocast's included."""
 
 
