@@ -23,7 +23,7 @@ from recollect._plan.journeys import LEAST_BYTES
 from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
 
-_CAST, _HALVES = "aten._to_copy.default", ("bfloat16", "float16")
+_CAST, _COPY, _HALVES = "aten._to_copy.default", "aten.clone.default", ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class Problem:
         leaves: paths of the modules that hold no others.
         saved_by: for each storage the forward calls that save it.
         read_by: for each storage the forward calls that read it.
-        inner_casts: the forward calls that cast what a call of torch is given, as its first step; they can run again
-            without the rest of it.
+        inner_casts: the forward calls that cast or copy what a call of torch is given, as its first step; they can run
+            again without the rest of it.
         casts: these, and all others that cast as autocast does; nobody keeps what they give.
         cached: the storages of parameters that autocast has cast, and keeps until it is over: to the end of forward.
         seconds: what each call adds to the step, as those that do the same do.
@@ -130,13 +130,14 @@ class Problem:
         self._same: dict[tuple[str, int, int], bool] = {}
 
     def _find_inner_casts(self) -> frozenset[int]:
-        """Casts of what a call of torch is given, told by what they read: nothing that is made inside of it."""
+        """Casts and copies of what a call of torch is given: they read nothing that is made inside of it."""
         found = set[int]()
         for within, group in itertools.groupby(range(self.forward_count), key=lambda at: self.calls[at].within):
             numbers = list(group)
             made = {storage for number in numbers for storage in self.makes[number]}
             if within is not None and len(numbers) > 1:
-                found.update(at for at in numbers if self.calls[at].op == _CAST and made.isdisjoint(self.reads[at]))
+                copies = (at for at in numbers if self.calls[at].op in (_CAST, _COPY) and self.makes[at])
+                found.update(at for at in copies if made.isdisjoint(self.reads[at]))
         return frozenset(found)
 
     def _casts_parameter(self, number: int) -> bool:

@@ -14,7 +14,7 @@ from recollect._core.calls import OpCall
 from recollect._core.pace import is_bound_by_host
 from recollect._core.profiles import Clock
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Way
+from recollect._plan.rehearse import Treatment, Way, find_recomputed
 
 _PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its own calls it
 
@@ -137,9 +137,22 @@ def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[W
     if not calls:
         return Way.RERUN, frozenset()  # there is nothing to start a replay from
     way = find_way(problem, run, calls)
-    copied = find_copied(problem, run) if way is Way.REPLAY else {}
-    made = (storage for number in calls for storage in find_kept_of(problem, run, number))
-    return way, frozenset(at for storage in made for at in copied.get(storage, (storage,)))
+    made = [storage for number in calls for storage in find_kept_of(problem, run, number)]
+    if way is not Way.REPLAY:
+        return way, frozenset(made)
+    copied = {storage: copies for storage, copies in find_copied(problem, run).items() if storage in made}
+    while True:
+        held = frozenset(at for storage in made for at in copied.get(storage, (storage,)))
+        if not copied:
+            return way, held
+        again = {call for _, some in find_recomputed(problem, run, Treatment(way=way, kept=held)) for call in some}
+        used = [
+            at for at, copies in copied.items() if any(again.intersection(problem.read_by[copy]) for copy in copies)
+        ]
+        if not used:
+            return way, held
+        for storage in used:  # a call that copies it is made again, and takes what it copied
+            del copied[storage]
 
 
 def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
