@@ -1,5 +1,6 @@
 """torch's attention makes calls of torch itself: a policy keeps single ones of them, and the region is replayed."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -89,3 +90,33 @@ def test_an_error_inside_leaves_no_mode_behind() -> None:
         with pytest.raises(AssertionError, match="not divisible"):
             region(*tokens())
         assert function_mode_depth() == 0
+
+
+def test_an_error_inside_that_the_function_catches() -> None:
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def fn(x: Tensor) -> Tensor:
+        with suppress(AssertionError, RuntimeError):
+            attention(x, x[:, :2], x)
+        found: Tensor = attention(x, x, x, need_weights=False)[0]
+        return found.exp()
+
+    assert_like_plain(fn, policies.save_matmuls, tokens, module=attention)
+
+
+MASK = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+
+
+@pytest.mark.parametrize("options", [{}, {"src_mask": MASK, "is_causal": True}], ids=["no mask", "causal"])
+@pytest.mark.parametrize("batch_first", [True, False])  # of which one makes inputs with gaps, which are copied
+def test_an_encoder_layer_is_replayed_from_some_of_its_products(batch_first: bool, options: dict[str, Any]) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout=0.1, batch_first=batch_first)
+    region = recollect.checkpoint(layer, policy="selective")
+    for _ in range(3):
+        x = torch.randn((2, LENGTH, WIDTH) if batch_first else (LENGTH, 2, WIDTH), requires_grad=True)
+        found = []
+        for fn in (layer, region):
+            torch.manual_seed(1)
+            found.append(torch.autograd.grad(fn(x, **options).square().sum(), [x, *layer.parameters()]))
+        assert all(map(torch.equal, *found))
+    assert str(recollect.explain(region)).splitlines()[-1].startswith("recomputed by replaying")
