@@ -14,13 +14,13 @@ pytest.importorskip("scipy")
 
 
 def test_each_way_has_a_price_of_its_own_that_is_near_the_usual_one() -> None:
-    known = len(all_knowledge())
+    known = all_knowledge()
     found = measure_overheads()
     assert found.keys() == USUAL.keys()
     for way, one in found.items():  # however slow the machine
         assert USUAL[way].region_s / _FARTHEST <= one.region_s <= USUAL[way].region_s * _FARTHEST
     assert found["replay"] != USUAL["replay"]
-    assert len(all_knowledge()) == known
+    assert set(all_knowledge()) <= set(known)  # of functions that are gone nothing is known any more
 
 
 def test_measuring_leaves_generators_modes_and_gradients_alone() -> None:
