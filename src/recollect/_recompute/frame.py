@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from itertools import count
 from sys import _getframe
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.nodes import node_runs_in_part
-from recollect._core.torch_private.pytree import is_container, tree_leaves
 from recollect._recompute.contexts import Contexts
 from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.handles import FIRST, Handed, is_live
@@ -51,6 +50,7 @@ from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.memory import Memory
 from recollect._recompute.oplog import OpLog, describe_tensor
+from recollect._recompute.outputs import Outputs, find_nodes
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence
 from recollect._recompute.way import Options, Pack, Session, Sides, Way
@@ -71,19 +71,20 @@ class Frame:
     """
 
     __slots__ = (
-        *("__weakref__", "around", "contexts", "entered", "evidence", "filled_by", "fn", "handles", "held", "inputs"),
-        *("is_differentiated", "is_home", "is_open", "kept", "keeps_graph", "lock", "log", "memory", "metas", "name"),
+        *("__weakref__", "around", "contexts", "entered", "evidence", "filled_by", "fn", "handles", "has_one_output"),
         *(
-            "nested",
-            "options",
-            "outputs",
-            "outputs_seen",
+            "held",
+            "inputs",
+            "is_differentiated",
+            "is_home",
+            "is_open",
+            "kept",
+            "keeps_graph",
             "lingering",
-            "recompute_context",
-            "reports",
-            "session",
-            "stops_early",
+            "lock",
+            "log",
         ),
+        *("memory", "metas", "name", "nested", "options", "outputs", "recompute_context", "session", "stops_early"),
         *("thread", "values", "was_filled", "way"),
     )
 
@@ -104,9 +105,8 @@ class Frame:
         # By create_graph: a node of the region then stands in two graphs, and a pass may run it, and read, twice.
         self.is_differentiated = False
         self.filled_by: Any = None
-        self.outputs = 0  # differentiable ones; 0 while unknown
-        self.reports: list[ref[Any]] = []  # of several outputs, the hooks that report: each goes with its node
-        self.outputs_seen: tuple[int, set[int]] = (-1, set())  # a pass, and the outputs that it has reached
+        self.has_one_output = False  # that is differentiable
+        self.outputs: Outputs | None = None  # several
         self.evidence: Evidence | None = None
         self.log: OpLog | None = None
         self.contexts: list[AbstractContextManager[Any]] | None = None
@@ -233,30 +233,20 @@ class Frame:
         self.around.settle()
         self.is_open = False
         if self.handles:
-            self._count_outputs(result)
+            self._note_outputs(result)
         self.inputs.settle()
         self.way.settle(self)
 
-    def _count_outputs(self, result: Any) -> None:
-        """Find out how a backward pass will show that it reaches all of the region's saved tensors.
-
-        With one differentiable output, the first saved tensor that is asked for shows it. With several, each
-        output's node reports when a pass runs it. An argument that is passed on comes from outside, and does not count.
-        """
+    def _note_outputs(self, result: Any) -> None:
+        """Find out how a backward pass will show that it reaches all of the region's saved tensors."""
         if isinstance(result, Tensor):
-            self.outputs = 1
+            self.has_one_output = True
             return
         assert self.inputs is not None
-        leaves = tree_leaves(result) if is_container(type(result)) else ()
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not self.inputs.has_given(leaf)]
-        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-        self.outputs = len(nodes)
-        if self.outputs > 1:
-            reach = WeakMethod(self.output_runs)
-            for index, node in enumerate(nodes):
-                report = _Report(reach, index)
-                self.reports.append(ref(report))
-                node.register_prehook(report)
+        nodes = find_nodes(result, self.inputs)
+        self.has_one_output = len(nodes) == 1
+        if len(nodes) > 1:
+            self.outputs = Outputs(nodes, self._release_if_last)
 
     # Backward. Values are known by their index, the handle's distance from the first: a handle among them would live.
     @untraced
@@ -445,29 +435,11 @@ class Frame:
         self.lingering.clear()
         self.session = None
 
-    def output_runs(self, index: int) -> None:
-        """Called by each of several outputs when a pass reaches it."""
-        pass_id = current_pass()
-        if self.outputs_seen[0] != pass_id:
-            self.outputs_seen = (pass_id, set())
-        self.outputs_seen[1].add(index)
-        self._release_if_last()
-
     def _is_last(self) -> bool:
-        """Whether the running pass frees the graph and reaches every output: no recomputation follows its own.
-
-        An output that nobody used is gone with its node, and its report.
-        """
+        """Whether the running pass frees the graph and reaches every output: no recomputation follows its own."""
         if self.keeps_graph or self.is_differentiated or pass_is_partial():
             return False
-        if self.outputs == 1:
-            return True
-        seen_in, seen = self.outputs_seen
-        return (
-            bool(seen)
-            and seen_in == current_pass()
-            and all(index in seen or report() is None for index, report in enumerate(self.reports))
-        )
+        return self.has_one_output or (self.outputs is not None and self.outputs.are_reached())
 
     def _release_if_last(self) -> None:
         """Let the inputs go if this pass has recomputed and no other will."""
@@ -490,20 +462,6 @@ class Frame:
         """What the frame itself holds: what each is, and the tensor or what enclosing hooks gave for it."""
         found = [] if self.inputs is None else self.inputs.held_tensors()
         return found + self.way.held(self)
-
-
-class _Report:
-    """Hook of one of several outputs: tells the frame, which it holds weakly, when a pass reaches it."""
-
-    __slots__ = ("__weakref__", "_index", "_reach")
-
-    def __init__(self, reach: WeakMethod[Any], index: int) -> None:
-        self._reach, self._index = reach, index
-
-    def __call__(self, _gradients: Any) -> None:
-        reach = self._reach()
-        if reach is not None:
-            reach(self._index)
 
 
 class Expiry:
