@@ -5,6 +5,7 @@
     python benchmarks/frontier.py --device cuda --tiers host Llama  values may go to host memory as well
     python benchmarks/frontier.py Llama --device cuda --levers --shares 69 63 44 30 26  chunked loss and MLPs, by `fit`
     python benchmarks/frontier.py                                   small models on the CPU, live bytes
+    python benchmarks/frontier.py --dry H200                        runs nothing: overheads of plans and of bounds
 
 A budget of 40% is what is there before the step, and 40% of what the plain step takes beyond that at its peak. Plain,
 planned and torch's own steps take turns; peaks are the allocator's on a device, live bytes on the CPU. Targets: peak
@@ -30,6 +31,7 @@ import recollect
 from recollect import BudgetError, Profile
 from recollect._apply.blocks import find_blocks
 from recollect._bench.cases import Case, list_cases
+from recollect._fit.work import work_for
 
 GIB = 2**30
 CASES, SMALL = list_cases("cuda", "large"), list_cases("cpu", "small")
@@ -176,12 +178,31 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
     return found
 
 
+def show_gaps(name: str, case: Case, options: argparse.Namespace) -> None:
+    """Overhead of the plan and of the bound in percent of the plain step, from a dry profile."""
+    model, inputs, optimizer = case.make("meta")
+    seen = recollect.profile(make_step(case), model, optimizer, *inputs, dry=True, device=options.dry)
+    started = time.perf_counter()
+    work = work_for(seen, None)
+    frontier, held = work.frontier(), seen.timeline.held_bytes
+    planned_s = time.perf_counter() - started
+    cells = []
+    for share in options.shares:
+        budget = held + (seen.peak_bytes - held) * share // 100
+        point, bound = frontier.fastest_within(budget), work.bound.seconds(budget) or 0.0
+        plain_s = work.problem.plain_s
+        found = "-" if point is None else f"{(point.step_s / plain_s - 1) * 100:.1f}"
+        cells.append(f"{share}% {found} / {(bound / plain_s - 1) * 100:.1f}")
+    print(f"{name}: {', '.join(cells)}; planned in {planned_s:.1f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shares", type=int, nargs="+", default=[90, 75, 60, 45, 30, 20])
     parser.add_argument("--tiers", choices=("host",), help="plans may also send values to host memory (cuda)")
+    parser.add_argument("--dry", metavar="DEVICE", help="only what plans and bounds would take there; runs nothing")
     parser.add_argument("--levers", action="store_true", help="`fit` with a chunked loss and chunked MLPs as well")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
@@ -199,6 +220,9 @@ def main() -> None:
     for name in options.models:
         if time.perf_counter() - started > options.limit:
             print(f"\n{name}: left out, the time is up")
+            continue
+        if options.dry:
+            show_gaps(name, CASES[name], options)
             continue
         rows += run(name, cases[name], options)
     if options.json:
