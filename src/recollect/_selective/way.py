@@ -15,19 +15,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from recollect._core.authors import Role
 from recollect._core.errors import CheckpointError
-from recollect._core.pace import is_bound_by_host
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
-from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched, without_dispatch_modes
+from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched
 from recollect._core.torch_private.engine import top_hooks
 from recollect._recompute.frame import Frame
-from recollect._recompute.handles import find_live, frame_of
+from recollect._recompute.handles import frame_of
 from recollect._recompute.match import Recorder
 from recollect._recompute.rerun import Collector, Rerun
 from recollect._recompute.rng import sources_by_request
@@ -37,13 +35,13 @@ from recollect._selective.blocks import Again, Forward
 from recollect._selective.decisions import Decisions
 from recollect._selective.following import Following
 from recollect._selective.keeping_mode import KeepingMode
-from recollect._selective.kept_call import Hooks, has_same_bits
+from recollect._selective.kept_call import Hooks
 from recollect._selective.kept_calls import KeptCalls, Slipped
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
+from recollect._selective.learning import learn_program
 from recollect._selective.nested import kept_inside
-from recollect._selective.program import HELD, Bound, Program
+from recollect._selective.program import Program
 from recollect._selective.recording import Recording
-from recollect._selective.replay import Replay
 from recollect._selective.replay_way import Replaying
 from recollect._selective.serving import Serving
 from recollect._selective.serving_mode import ChoiceMode, ServingMode
@@ -319,47 +317,13 @@ class SelectiveWay(Rerun):
     # Learning a program, and following it.
     def _settle_recording(self, frame: Frame, recording: Recording) -> None:
         decisions = self._decisions
-        way: Replaying | None = None
-        recording.check_versions()
-        if decisions.offloads:
-            recording.broken("it offloads some of what it keeps")
-        if decisions.gathers:
-            recording.broken("it gathers parameters that are freed again")
-        if not decisions.keeps_ops:
-            recording.broken("no single operator is kept")
-        if not decisions.may_record:
-            recording.broken("it calls compiled code, which would run uncompiled under a recording")
-        if recording.why_broken is None and self._is_bound_by_host(recording):
-            recording.broken("its operators are too small: to run it again without what is kept takes less time")
-        if recording.why_broken is None:
-            assert self._asker is not None
-            sorts = self._asker.sort_calls(recording, draws=frame.around.draws)
-            if recording.why_broken is None:
-                way = self._try(frame, recording, *recording.program(*sorts))
+        found = learn_program(frame, recording, self._knowledge, decisions, self._asker)
         decisions.may_record, decisions.why_no_program = recording.why_broken is None, recording.why_broken
-        if recording.why_broken is None and way is not None:
-            decisions.program = way.program
-            frame.way = way
-        else:
-            frame.held = None
+        if found is not None:
+            decisions.program, bound = found
+            frame.way = Replaying(decisions.program, bound, self._begin_pass)
         recording.forget()
         self._recording = None
-
-    def _is_bound_by_host(self, recording: Recording) -> bool:
-        """Whether an accelerator would wait for the host, which a replay keeps busier than running again does."""
-        decisions = self._decisions
-        if (
-            self._knowledge.replays
-            or decisions.ops is None
-            or not recording.saved
-            or recording.saved[0][0].device.type in ("cpu", "meta")
-        ):
-            return False
-        return is_bound_by_host(
-            flops=sum(line.sites[0].flops for line in decisions.lines if line.sites),
-            result_bytes=sum(line.bytes for line in decisions.lines),
-            calls=len(recording.entries),
-        )
 
     def _settle_following(self, frame: Frame, following: Following) -> bool:
         """Whether the program was followed."""
@@ -382,42 +346,6 @@ class SelectiveWay(Rerun):
         decisions.may_record = decisions.breaks < _MOST_BREAKS and not self._knowledge.talks_at_times
         decisions.why_no_program = following.why_broken
         return False
-
-    def _try(self, frame: Frame, recording: Recording, program: Program, bound: Bound) -> Replaying:
-        """Make a way of a program that was tried."""
-        saved = [tensor for tensor, _, _ in recording.saved]
-        modules = frame.around.modules
-        needed = (held for at, held in enumerate(bound.held) if held is not None and at not in program.scratch)
-        if modules is not None and modules.moves_any(needed):
-            recording.broken("it reads buffers that it updates")  # the next forward moves them on
-        if recording.classes.can_compare:
-            try:
-                if not self._replays_exactly(frame, saved, program, bound):
-                    recording.broken("its replay gave different values")
-            except Exception as error:
-                recording.broken(f"its replay failed: {error}")
-        live = find_live(frame.handles)
-        frame.held = {}
-        for index, source in enumerate(program.sources):
-            if source is HELD and (live is None or live[index]):
-                value = saved[index].detach()
-                frame.held[index] = (value, value._version)  # noqa: SLF001
-        return Replaying(program, bound, self._begin_pass)
-
-    def _replays_exactly(self, frame: Frame, saved: list[Tensor], program: Program, bound: Bound) -> bool:
-        """Replay everything once and compare it, to the bit, with what forward saved."""
-        assert frame.inputs is not None
-        found: dict[int, Tensor] = {}
-        with without_dispatch_modes(), torch.no_grad():
-            leaves = frame.inputs.materialise(frame.name)
-            uses = list(program.uses)
-            replay = Replay(frame.name, program, bound, leaves, uses, is_last=False, fill=found.__setitem__)
-            for index, source in enumerate(program.sources):
-                if source is not HELD and index not in found:
-                    value = replay.take(index)
-                    if value is not None:
-                        found[index] = value
-            return all(has_same_bits(value, saved[index]) for index, value in found.items())
 
     # Backward, where there is no program.
     def _begin_pass(self) -> None:

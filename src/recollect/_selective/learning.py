@@ -1,0 +1,109 @@
+"""Learns a program from a recorded forward: sees whether replay is worth it, and tries it before it is believed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect._core.authors import Role
+from recollect._core.pace import is_bound_by_host
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._recompute.handles import find_live
+from recollect._selective.kept_call import has_same_bits
+from recollect._selective.program import HELD, Bound, Program
+from recollect._selective.replay import Replay
+
+if TYPE_CHECKING:
+    from recollect._recompute.frame import Frame
+    from recollect._selective.asking import Asker
+    from recollect._selective.decisions import Decisions
+    from recollect._selective.knowledge import Knowledge
+    from recollect._selective.recording import Recording
+
+__recollect_role__ = Role.REGION
+
+
+def learn_program(
+    frame: Frame, recording: Recording, knowledge: Knowledge, decisions: Decisions, asker: Asker | None
+) -> tuple[Program, Bound] | None:
+    """What to replay, and what this execution has of it: the frame then holds what its slots are to hold.
+
+    None where a program cannot be believed or is not worth it; the recording says why.
+    """
+    recording.check_versions()
+    if decisions.offloads:
+        recording.broken("it offloads some of what it keeps")
+    if decisions.gathers:
+        recording.broken("it gathers parameters that are freed again")
+    if not decisions.keeps_ops:
+        recording.broken("no single operator is kept")
+    if not decisions.may_record:
+        recording.broken("it calls compiled code, which would run uncompiled under a recording")
+    if recording.why_broken is None and _is_bound_by_host(recording, knowledge, decisions):
+        recording.broken("its operators are too small: to run it again without what is kept takes less time")
+    found = None
+    if recording.why_broken is None:
+        assert asker is not None, "single operators are kept, so somebody was asked"
+        sorts = asker.sort_calls(recording, draws=frame.around.draws)
+        if recording.why_broken is None:
+            found = recording.program(*sorts)
+            _try(frame, recording, *found)
+    if recording.why_broken is not None:
+        frame.held = None
+        return None
+    return found
+
+
+def _is_bound_by_host(recording: Recording, knowledge: Knowledge, decisions: Decisions) -> bool:
+    """Whether an accelerator would wait for the host, which a replay keeps busier than running again does."""
+    if (
+        knowledge.replays
+        or decisions.ops is None
+        or not recording.saved
+        or recording.saved[0][0].device.type in ("cpu", "meta")
+    ):
+        return False
+    return is_bound_by_host(
+        flops=sum(line.sites[0].flops for line in decisions.lines if line.sites),
+        result_bytes=sum(line.bytes for line in decisions.lines),
+        calls=len(recording.entries),
+    )
+
+
+def _try(frame: Frame, recording: Recording, program: Program, bound: Bound) -> None:
+    """Break the recording if its program does not give what forward saved; let the frame hold what it does not give."""
+    saved = [tensor for tensor, _, _ in recording.saved]
+    modules = frame.around.modules
+    needed = (held for at, held in enumerate(bound.held) if held is not None and at not in program.scratch)
+    if modules is not None and modules.moves_any(needed):
+        recording.broken("it reads buffers that it updates")  # the next forward moves them on
+    if recording.classes.can_compare:
+        try:
+            if not _replays_exactly(frame, saved, program, bound):
+                recording.broken("its replay gave different values")
+        except Exception as error:
+            recording.broken(f"its replay failed: {error}")
+    live = find_live(frame.handles)
+    frame.held = {}
+    for index, source in enumerate(program.sources):
+        if source is HELD and (live is None or live[index]):
+            value = saved[index].detach()
+            frame.held[index] = (value, value._version)  # noqa: SLF001
+
+
+def _replays_exactly(frame: Frame, saved: list[Tensor], program: Program, bound: Bound) -> bool:
+    """Replay everything once and compare it, to the bit, with what forward saved."""
+    assert frame.inputs is not None
+    found: dict[int, Tensor] = {}
+    with without_dispatch_modes(), torch.no_grad():
+        leaves = frame.inputs.materialise(frame.name)
+        uses = list(program.uses)
+        replay = Replay(frame.name, program, bound, leaves, uses, is_last=False, fill=found.__setitem__)
+        for index, source in enumerate(program.sources):
+            if source is not HELD and index not in found:
+                value = replay.take(index)
+                if value is not None:
+                    found[index] = value
+        return all(has_same_bits(value, saved[index]) for index, value in found.items())
