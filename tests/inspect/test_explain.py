@@ -179,7 +179,7 @@ recomputed by running the function again without the blocks that are kept"""
 
 
 def test_why_a_function_is_run_again_is_said() -> None:
-    region = recollect.checkpoint(lambda x: (x @ x).sin().mul_(2.0), policy=policies.save_matmuls)
+    region = recollect.checkpoint(lambda x: (x @ x).mul_(2.0).sin(), policy=policies.save_matmuls)
     step(region, torch.ones(4, 4, requires_grad=True))
     assert str(recollect.explain(region)).endswith(
         "\nrecomputed by running the function again without the operators that are kept; it has no program: it\n"
@@ -188,7 +188,7 @@ def test_why_a_function_is_run_again_is_said() -> None:
 
 
 def test_calls_are_counted_however_they_were_recomputed() -> None:
-    region = recollect.checkpoint(lambda x: (x @ x).sin().mul_(2.0), policy=policies.save_matmuls)
+    region = recollect.checkpoint(lambda x: (x @ x).mul_(2.0).sin(), policy=policies.save_matmuls)
     for _ in range(4):
         step(region, torch.ones(4, 4, requires_grad=True))
     assert recollect.explain(region).regions[0].calls[0].calls == 4
