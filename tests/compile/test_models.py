@@ -70,9 +70,11 @@ def test_decoders_are_one_graph_with_a_policy(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks, and hides its warning otherwise
 def test_a_model_that_dynamo_cuts_is_cut_no_more_than_plain() -> None:
     gradients, graphs = compiled("gpt2", lambda model: recollect.apply(model, {"*": policies.save_matmuls}))
+    breaks = sum(counters["graph_break"].values())
     model = small("gpt2")
     assert_close(gradients, train(model, model, "gpt2"))
     assert graphs <= compiled("gpt2", lambda model: None)[1]
+    assert breaks <= sum(counters["graph_break"].values())
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.instance_forward import InstanceForward
+from recollect._core.torch_private.compiler import passed_by
 
 _log = logging.getLogger("recollect")
 
@@ -115,6 +116,7 @@ class CacheSwitch(InstanceForward):
     def _for_copy(self, copied: nn.Module) -> Self:
         return type(self)(copied, self.name)
 
+    @passed_by
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own ``forward``."""
         module: Any = self._module()

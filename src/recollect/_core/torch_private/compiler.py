@@ -25,3 +25,15 @@ def untraced(fn: F) -> F:
     marks._torchdynamo_disable_msg = "a region of recollect"
     marks._torchdynamo_disable_recursive = True
     return fn
+
+
+def passed_by(fn: F) -> F:
+    """The function, of which torch.compile makes no graph of its own; what it calls, it may.
+
+    For what stands before a function and changes its arguments. Traced code that calls it traces it as any other. But
+    where the graph breaks deep inside, Python calls it, and Dynamo would begin a graph at its frame, too: Whisper was
+    cut into eight graphs, and is cut into six.
+    """
+    marks: Any = fn
+    set_code_exec_strategy(marks.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return fn
