@@ -1,18 +1,19 @@
 """Real models under every rule, compiled: the gradients of the plain model, up to rounding."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
 import recollect
 from tests.zoo.catalogue import ZOO, Kind
 from tests.zoo.known import each
-from tests.zoo.stepping import RULES, build, build_plain, take_step
+from tests.zoo.stepping import RULES, build, build_plain, regions_of, switch_torchs_on, take_step
 
 pytest.importorskip("transformers")
 
@@ -55,3 +56,59 @@ def test_compiled_steps_are_the_plain_ones_up_to_rounding(name: str, rule: str) 
         found = take_step(kind, model, compiled, seed=0)
     for what, value in expected.items():
         torch.testing.assert_close(found[what], value, msg=functools.partial("{}: {}".format, what))
+
+
+def as_a_whole(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def block_by_block(model: Any) -> Any:
+    for block in regions_of(model):
+        block.compile(backend="aot_eager")
+    return model
+
+
+def planned(model: Any, kind: Kind) -> Any:
+    """The smallest plan, made of the model as it is written."""
+    return recollect.plan(recollect.profile(model, kwargs=kind.inputs(), loss=kind.loss, timed=False), budget="min")
+
+
+ORDERS: dict[str, Callable[[Any, Kind], Any]] = {
+    "compiled, then applied": lambda model, kind: (call := as_a_whole(model), recollect.apply(call))[0],
+    "blocks compiled, then applied": lambda model, kind: (block_by_block(model), recollect.apply(model))[0],
+    "planned, then compiled": lambda model, kind: (recollect.apply(model, planned(model, kind)), as_a_whole(model))[1],
+    "compiled, then planned": lambda model, kind: (
+        call := as_a_whole(model),
+        recollect.apply(call, planned(model, kind)),
+    )[0],
+}
+SELDOM = ("qwen3", "llama", "gemma3", "t5", "convnext")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(name, marks=pytest.mark.long) for name in SELDOM)])
+def test_regions_and_plans_come_before_or_after_compilation(name: str, order: str) -> None:
+    pytest.importorskip("scipy")
+    kind = ZOO[name]
+    model, plain, other = (without_the_last(kind, make(kind)) for make in (build, build_plain, build_plain))
+    compiled = block_by_block(plain) if "blocks" in order else as_a_whole(plain)
+    expected = take_step(kind, plain, compiled, seed=0)
+    torch._dynamo.reset()
+    switched = block_by_block(other) if "blocks" in order else as_a_whole(other)
+    switch_torchs_on(kind, other)
+    theirs = _count_graphs(kind, other, switched)
+    torch._dynamo.reset()
+    call = ORDERS[order](model, kind)
+    assert _count_graphs(kind, model, call) <= theirs
+    found = take_step(kind, model, call, seed=0)
+    for what, value in expected.items():
+        if what != "random state":
+            torch.testing.assert_close(found[what], value, msg=functools.partial("{}: {}".format, what))
+
+
+def _count_graphs(kind: Kind, model: Any, call: Any) -> int:
+    """How many graphs Dynamo makes of two steps."""
+    counters.clear()
+    for _ in range(2):
+        take_step(kind, model, call, seed=0)
+    return int(counters["stats"]["unique_graphs"])
