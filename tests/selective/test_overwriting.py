@@ -214,3 +214,26 @@ def test_a_kept_value_that_is_overwritten_is_kept_as_a_copy() -> None:
             loss.backward()
         assert seen.counts["aten.mm.default"] == 2  # of backward itself
     assert "it writes into tensors in place" in way_of(region)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_norms_of_an_accelerator_are_replayed(layout: torch.memory_format, is_half: bool) -> None:
+    torch.manual_seed(0)
+    block = Bottleneck().to("cuda").to(memory_format=layout)  # type: ignore[call-overload]
+    region = recollect.checkpoint(block, policy=policies.save_ops("aten.convolution.default"))
+    x = torch.randn(16, SIZE, 128, 128, device="cuda").to(memory_format=layout).requires_grad_()
+    start = [buffer.clone() for buffer in block.buffers()]
+    found = []
+    with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        for fn in (block, region, region, region):
+            with torch.no_grad():
+                for buffer, value in zip(block.buffers(), start, strict=True):
+                    buffer.copy_(value)
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_half):
+                loss = fn(x).float().square().sum()
+            gradients = torch.autograd.grad(loss, [x, *block.parameters()])
+            found.append([*gradients, *(buffer.clone() for buffer in block.buffers())])
+    assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
+    assert "recomputed by replaying" in way_of(region) or "too small" in way_of(region)
