@@ -54,13 +54,27 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in expected if not is_same(found[name], expected[name])]
 
 
-STEPS = 3
+STEPS = 4
+_ACCUMULATED = 2  # steps before parameters move: what is learned in them must hold afterwards
+
+
+def train(name: str, model: Any) -> list[dict[str, Any]]:
+    """Take steps; between the later ones the parameters move, as an optimizer would move them."""
+    found = []
+    for number in range(STEPS):
+        seen = take_step(ZOO[name], model, seed=number)
+        found.append({key: value.clone() if isinstance(value, Tensor) else value for key, value in seen.items()})
+        if number + 1 >= _ACCUMULATED:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad.sign(), alpha=-1e-3)
+    return found
 
 
 @functools.cache
 def plain_steps(name: str) -> list[dict[str, Any]]:
-    model = build_plain(ZOO[name])
-    return [take_step(ZOO[name], model, seed=number) for number in range(STEPS)]
+    return train(name, build_plain(ZOO[name]))
 
 
 @functools.cache
@@ -68,15 +82,17 @@ def trained_under(name: str, rule: str) -> tuple[Any, list[dict[str, Any]]]:
     """A model that took steps under a rule, which is removed again, and what they show."""
     model = build(ZOO[name])
     with recollect.apply(model, **RULES[rule]):
-        return model, [take_step(ZOO[name], model, seed=number) for number in range(STEPS)]
+        return model, train(name, model)
 
 
 @functools.cache
 def trained_plainly(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a model is that took as many plain steps, and what its next step shows."""
-    model = build(ZOO[name])
-    for number in range(STEPS):
-        take_step(ZOO[name], model, seed=number)
+    model = build_plain(ZOO[name])
+    train(name, model)
+    for module, other in zip(model.modules(), build(ZOO[name]).modules(), strict=True):
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = other.config.use_cache
     return look_of(model), take_step(ZOO[name], model)
 
 
