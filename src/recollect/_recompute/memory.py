@@ -29,7 +29,7 @@ class Memory:
     def __init__(self) -> None:
         self.tree: ModuleTree | None = None
         self.looks, self.preserved = _LOOKS, frozenset({"torch", FOUND, *_OTHERS})
-        self._moved = frozenset[str]()
+        self._moved: frozenset[str] = frozenset()  # Dynamo does not trace frozenset[str]()
 
     def note_moved(self, kinds: frozenset[str]) -> None:
         """One of the first calls is over, which moved generators of these kinds."""
