@@ -37,6 +37,8 @@ from recollect._selective.kept_calls import KeptCalls, Key
 from recollect._selective.operator_modes import Answer, Decide, OperatorMode, at_places, metas_of, run_and_listen
 from recollect._selective.parameters import moves_parameters
 
+_PRODUCT, _ADDS_BIAS = "aten.mm.default", "aten.add.Tensor"
+
 
 def _parts(tensors: list[Tensor]) -> list[Tensor]:
     return [part for tensor in tensors for part in parts_of(tensor)]
@@ -115,6 +117,8 @@ class KeepingMode(OperatorMode):
             return found
         if (operator.writes or operator.statistics) and self._kept_calls.calls:
             self._before_write(operator, args, kwargs)
+        elif self.ops is None and operator.name == _ADDS_BIAS:
+            self._note_bias(*args[:2])
         before = self._states(args, kwargs) if operator.is_random else []
         if before is None and not draws(func, args, kwargs):  # a graph is being captured, which is then no matter
             before = []
@@ -220,6 +224,18 @@ class KeepingMode(OperatorMode):
         """Forward is over: note of what the function wrote into, though no version showed it."""
         for kept in self._kept_calls.calls.values():
             if not kept.prove() and isinstance(kept.line, DecisionLine):
+                kept.line.is_written = True
+
+    def _note_bias(self, product: Any, bias: Any) -> None:
+        """A bias is added to a product: without a dispatch mode `linear` does so in place, unseen by versions.
+
+        The bits do not tell: a bias may be zero, or too small for the dtype, when it is learned, and grow afterwards.
+        """
+        if not (isinstance(product, Tensor) and isinstance(bias, Tensor) and bias.dim() == 1):
+            return
+        storages = storages_in(product)
+        for kept in self._kept_calls.calls.values():
+            if isinstance(kept.line, DecisionLine) and kept.label == _PRODUCT and kept.shares_memory(storages):
                 kept.line.is_written = True
 
     def keep_maker(self, value: Tensor) -> Answer | None:
