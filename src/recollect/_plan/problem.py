@@ -130,14 +130,17 @@ class Problem:
         self._same: dict[tuple[str, int, int], bool] = {}
 
     def _find_inner_casts(self) -> frozenset[int]:
-        """Casts and copies of what a call of torch is given: they read nothing that is made inside of it."""
+        """Casts and copies of what a call of torch is given: they read nothing else that is made inside of it."""
         found = set[int]()
         for within, group in itertools.groupby(range(self.forward_count), key=lambda at: self.calls[at].within):
             numbers = list(group)
+            if within is None or len(numbers) == 1:
+                continue
             made = {storage for number in numbers for storage in self.makes[number]}
-            if within is not None and len(numbers) > 1:
-                copies = (at for at in numbers if self.calls[at].op in (_CAST, _COPY) and self.makes[at])
-                found.update(at for at in copies if made.isdisjoint(self.reads[at]))
+            for at in numbers:
+                if self.calls[at].op in (_CAST, _COPY) and self.makes[at] and made.isdisjoint(self.reads[at]):
+                    found.add(at)
+                    made.difference_update(self.makes[at])  # what is cast may be copied then
         return frozenset(found)
 
     def _casts_parameter(self, number: int) -> bool:

@@ -105,7 +105,9 @@ class Asker:
         if not self._is_planned and not recording.overwritten.isdisjoint(entry.outs):
             recording.broken(WRITES)  # it is kept as a copy, which is served
         storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
-        loose = [tensor for tensor in recording.saved_inside(entry) if not _is_in(tensor, storages)]
+        inside = recording.saved_inside(entry)
+        loose = [tensor for tensor in inside if not _is_in(tensor, storages)]
+        recording.kept_inside.update(id(tensor) for tensor in inside if _is_in(tensor, storages))
         results = recording.results(entry)
         # A linear layer may add its bias to a kept product: what it gives takes as much, and is held instead.
         is_whole = all(_is_in(tensor, storages) for tensor in results) or sum(map(bytes_of, results)) <= sum(

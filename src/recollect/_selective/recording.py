@@ -100,6 +100,7 @@ class Recording(FunctionMode):
         saved: each saved tensor, the call that saved it (None: none did) and which of its saved tensors it is.
         versions: of the tensors when they were met.
         inputs: for numbers of the region's arguments, which leaf of them each is.
+        kept_inside: ids of saved tensors that a policy keeps though calls made them inside.
         overwritten: numbers whose tensors have another value now, under another number.
         why_broken: why it cannot be believed; None if it can.
     """
@@ -119,6 +120,7 @@ class Recording(FunctionMode):
         self._numbers: dict[int, int] = {}
         self._casts: dict[int, Cast | None] = {}
         self.overwritten: set[int] = set()
+        self.kept_inside: set[int] = set()
         self._autocast = any_autocast_enabled()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
 
@@ -401,14 +403,15 @@ class Recording(FunctionMode):
     ) -> None:
         """Say where saved tensors come from that calls make inside.
 
-        Of a kept call, casts are made again and the rest is held. Another call is made again for what it made inside,
-        unless those are casts alone and nobody asks for its result.
+        Of a kept call, casts that are not kept themselves are made again, and the rest is held. Another call is made
+        again for what it made inside, unless those are casts alone and nobody asks for its result.
         """
         for index, places in inside.items():
             casts = [self.find_cast(self.saved[at][0], self.entries[index]) for at, _ in places]
             for (at, place), cast in zip(places, casts, strict=True):
                 if index in kept:
-                    raw.sources[at] = cast or HELD
+                    is_kept = id(self.saved[at][0]) in self.kept_inside
+                    raw.sources[at] = HELD if is_kept or cast is None else cast
                 else:
                     raw.sources[at] = cast if cast is not None and None not in casts else Inner(index, place)
         uses = raw.count_uses(list(range(len(raw.sources))), held)
