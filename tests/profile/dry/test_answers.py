@@ -21,7 +21,11 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
     "a condition": (lambda x: 1 if x.sum() > 0 else 2, 2, "what the step decides by"),
     "a check": (lambda x: bool((x > 0).all()), True, "whether all are"),
     "an alarm": (lambda x: bool((x > 0).any()), False, "what the step decides by"),
-    "a distribution": (lambda x: torch.distributions.Normal(x, x.exp()).mean.shape, (3, 4), "whether all are"),
+    "a distribution": (
+        lambda x: torch.distributions.Normal(x, x.exp(), validate_args=True).mean.shape,
+        (3, 4),
+        "whether all are",
+    ),  # Dynamo turns the check off where it was used
     "equality": (lambda x: torch.equal(x, x + 1), False, "whether two tensors are equal"),
     "NaN": (lambda x: bool(x.isnan().sum() == 0), True, "whether values are NaN"),
     "infinity": (lambda x: bool(torch.isfinite(x).all()), True, "whether values are NaN"),
