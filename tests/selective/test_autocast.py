@@ -1,19 +1,17 @@
 """Autocast around a region under a policy: casts belong to the call they are in, and are made again alone."""
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect import policies
+from tests.watching import Operators
 
 SIZE = 8
 
@@ -28,16 +26,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(gelu(self.up(self.norm(x))))
         return y
-
-
-class OperatorCounter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def run(fn: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -152,9 +140,9 @@ def test_of_a_kept_value_that_is_only_cast_the_cast_is_held_in_its_place() -> No
         made.clear()
         loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
     assert made[0]() is None
-    with OperatorCounter() as seen:
+    with Operators() as seen:
         loss.backward()
-    assert not seen.counts["aten.native_layer_norm.default"]
+    assert not seen.all.count("native_layer_norm")
 
 
 def test_a_parameter_that_changes_before_backward_is_refused() -> None:
