@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from recollect._offload import offload
+from recollect._offload.tiers import SharedHosts
+
 
 @pytest.fixture
 def device() -> torch.device:
@@ -20,3 +23,9 @@ def collector_off() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory that no other test has: one that failed still holds its graph, and what the graph sent away."""
+    monkeypatch.setattr(offload, "shared_hosts", SharedHosts())

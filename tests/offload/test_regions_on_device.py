@@ -17,7 +17,7 @@ from tests.waiting import refusing_to_wait
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.usefixtures("collector_off"),
+    pytest.mark.usefixtures("collector_off", "own_pool"),
     pytest.mark.filterwarnings("ignore:offloading to .* makes each step wait"),
 ]
 

@@ -523,6 +523,16 @@ def test_a_warning_says_when_recomputing_would_be_faster() -> None:
     assert session.report().is_slower_than_recomputing
 
 
+def test_one_slow_step_alone_is_no_reason_to_warn() -> None:
+    session, lanes = late_session(in_flight=1)
+    for number in range(8):
+        lanes.stall_s = 0.01 if number == 2 else 0.0
+        with session:
+            y = chain(torch.randn(16, requires_grad=True))
+        y.sum().backward()
+    assert session._learner.steps == 8
+
+
 def test_the_disk_tier_really_frees_host_memory(tmp_path: Path) -> None:
     x = torch.randn(4096, requires_grad=True)
     storages = []

@@ -42,12 +42,13 @@ class Learner:
     Attributes:
         lessons: of steps.
         steps: how many there were.
+        slow_steps: how many of those measured last waited longer for copies than recomputing takes, one after another.
     """
 
     def __init__(self, tier: str, options: SessionOptions, transfers: Transfers) -> None:
         self._tier, self._options, self._transfers = tier, options, transfers
         self.lessons = Lessons()
-        self.steps = 0
+        self.steps = self.slow_steps = 0
         self._measured = OffloadReport(tier=tier)
         self._counted: tuple[int, Accounts] | None = None  # of a later step that was not measured
 
@@ -105,6 +106,7 @@ class Learner:
                 pinned_bytes=pinned_bytes,
             ).with_counts(self.steps, accounts),
         )
+        self.slow_steps = self.slow_steps + 1 if self._measured.is_slower_than_recomputing else 0
 
     def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
         known = self.lessons.about(tuple(step.kinds))

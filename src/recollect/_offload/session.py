@@ -40,6 +40,7 @@ from recollect._offload.transfers import Transfers
 _log = logging.getLogger("recollect")
 
 _LOG_AFTER = 3
+_SLOW_STEPS = 2  # in a row, before a word is said: one alone may have waited for something else
 _FORGOTTEN = 256  # entries of values that are gone, before they are swept out
 
 
@@ -69,7 +70,7 @@ class Session:
         self._learner = Learner(tier, options, transfers)
         self._unclosed: deque[Step] = deque(maxlen=MEASURED_STEPS)  # whose times cannot be read yet
         self._notices = transfers.notices
-        self._has_spoken = False
+        self._has_logged = self._has_warned = False
 
     # The hooks.
 
@@ -270,13 +271,14 @@ class Session:
     def _tell(self) -> None:
         """Say what is to be said: outside the lock, where a warning may raise."""
         self._notices.give()
-        if self._has_spoken or self._learner.steps <= _LOG_AFTER or self._learner.report.stall_s is None:
+        learner, report = self._learner, self._learner.report
+        if learner.steps <= _LOG_AFTER or report.stall_s is None:
             return
-        self._has_spoken = True
-        report = self._learner.report
-        _log.info("%s", report)
-        if report.is_slower_than_recomputing:
-            assert report.stall_s is not None
+        if not self._has_logged:
+            self._has_logged = True
+            _log.info("%s", report)
+        if not self._has_warned and learner.slow_steps >= _SLOW_STEPS:
+            self._has_warned = True
             assert report.forward_s is not None
             message = (
                 f"offloading to {self.tier} makes each step wait {report.stall_s * 1e3:.1f} ms for copies "
