@@ -20,7 +20,7 @@ from typing import Any
 
 import packaged
 import torch
-from packaged import MODELS, Packaged, Size, available
+from packaged import MODELS, Packaged, Size, available, repeatable
 from torch import Tensor, nn
 
 import recollect
@@ -96,8 +96,8 @@ def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def gradients_of(model: nn.Module, step: Callable[[], None]) -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    step()
+    with repeatable():
+        step()
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

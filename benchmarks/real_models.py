@@ -7,9 +7,9 @@
 
 All ways to train a model take turns in one process and share its parameters. Peaks are the allocator's, above
 parameters and gradients. Before anything is timed, gradients are compared with those of the plain step: the largest
-difference stands in each row (kernels that add in any order differ from run to run too). `compiled` compiles the
-whole model each way, from empty caches, and times that too; it counts the graphs that Dynamo makes of the step. Where
-there is more than one, ways share what was compiled for some, and compile times say little.
+difference stands in each row (both by kernels that add in the same order each time, where there are any). `compiled`
+compiles the whole model each way, from empty caches, and times that too; it counts the graphs that Dynamo makes of the
+step. Where there is more than one, ways share what was compiled for some, and compile times say little.
 The models that most people train come first. `--limit` begins no further one after so many seconds, and `--json` is
 written after each. Needs `rich` and Transformers, for the U-Net diffusers; run it with `src` importable.
 """
