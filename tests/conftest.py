@@ -53,6 +53,7 @@ SLOW = (
     "tests/offload/test_gradients.py",
     "tests/profile/dry/test_step.py",
     "tests/report/test_plot.py",
+    "tests/selective/test_compiled.py",
     "tests/selective/test_other_ways.py",
     "tests/zoo/",
 )

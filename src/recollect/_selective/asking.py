@@ -59,7 +59,7 @@ class Asker:
         self._scopes = scopes
         self._index = -1
         self._chosen: list[ref[Any]] = []  # storages of routing results and of what is counted out of them
-        self.has_asked = self.saw_compiled = False
+        self.has_asked = self.saw_higher_order = False
 
     def decide(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         """The line of an operator call: the one of the last time, or a new one."""
@@ -137,9 +137,8 @@ class Asker:
     def _ask(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         self.has_asked = True
         place = self._places.find(4)
-        if self._places.saw_compiled or not isinstance(func, OpOverload):
-            # A compiled function would be compiled anew for the recording's mode, and for an interception.
-            self._decisions.may_record, self.saw_compiled = False, True
+        if not isinstance(func, OpOverload):
+            self._decisions.may_record, self.saw_higher_order = False, True
         is_routing = operator.is_routing or self._follows_choice(args, kwargs, result)
         if is_routing:
             self._note_choice(result)

@@ -7,7 +7,6 @@ and its result is kept. Recomputation is given the result and does not enter the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from contextvars import Token
 from types import TracebackType
 from typing import Any, Self
@@ -312,13 +311,9 @@ class Forward(_Side):
 
 
 class Again(_Side):
-    """Around recomputation: gives the results of blocks and operators that forward kept.
+    """Around recomputation: gives the results of blocks and operators that forward kept."""
 
-    Attributes:
-        is_uncompiled: forward ran compiled code as it is written, because it was recorded; so must this.
-    """
-
-    __slots__ = ("_decisions", "_stances", "has_served", "is_uncompiled", "knows_states", "mode")
+    __slots__ = ("_decisions", "has_served", "knows_states", "mode")
 
     def __init__(
         self, kept_calls: KeptCalls, wanted: Wanted, decisions: Decisions, *, mode: ServingMode | ChoiceMode | None
@@ -326,8 +321,7 @@ class Again(_Side):
         super().__init__(kept_calls, wanted)
         self._decisions, self.mode = decisions, mode
         self.knows_states = True
-        self.has_served = self.is_uncompiled = False
-        self._stances: list[AbstractContextManager[Any]] = []
+        self.has_served = False
 
     def serve_nothing(self) -> None:
         """Kept operators do not fit: from now on they run again."""
@@ -341,9 +335,6 @@ class Again(_Side):
         if self.mode is None:
             self.kept_calls.unpack()
         self._begin(self)
-        if self.is_uncompiled:
-            self._stances.append(torch.compiler.set_stance("force_eager"))
-            self._stances[-1].__enter__()
         if self.mode is not None:
             self.mode.__enter__()
         return self
@@ -355,8 +346,6 @@ class Again(_Side):
             if self.mode is not None:
                 self.mode.__exit__(kind, error, trace)
         finally:
-            if self._stances:
-                self._stances.pop().__exit__(kind, error, trace)
             self._end()
             self.kept_calls.let_go()
         if (

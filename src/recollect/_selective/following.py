@@ -39,7 +39,7 @@ from recollect._selective.program import (
     hold,
     template_of,
 )
-from recollect._selective.recording import results_of
+from recollect._selective.recording import CALLS_COMPILED, results_of
 from recollect._selective.tensor_classes import TensorClasses
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ class Following(FunctionMode):
             self.bound.versions[number] = tensor._version  # noqa: SLF001
             if number in self.program.bases:
                 self._starts[number] = self._start(tensor)
+
+    def meet_compiled(self) -> None:
+        """Compiled code is called, where none was when the program was learned."""
+        if self.why_broken is None and not self.is_paused and current_run() is self._run:
+            self.why_broken = CALLS_COMPILED
 
     def __torch_function__(  # noqa: C901, PLR0911, PLR0912, PLR0915 (written out: it runs per call of torch)
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

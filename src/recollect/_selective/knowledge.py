@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from recollect._core.places import Places
+from recollect._core.torch_private.compiled_calls import step_aside_for_compiled_code
 from recollect._policy.base import Policy
 from recollect._selective.blocks import Wanted
 from recollect._selective.decisions import Decisions
@@ -62,6 +63,7 @@ class Knowledge:
         self.by_kind: dict[Kind, Decisions] = {}
         self._varying: dict[tuple[Any, ...], Decisions] = {}
         self.wanted = self._find_blocks(roots)
+        step_aside_for_compiled_code()
 
     def _find_blocks(self, roots: list[nn.Module]) -> Wanted:
         paths: dict[str, nn.Module] = {}
@@ -92,16 +94,6 @@ class Knowledge:
     def buffers(self) -> frozenset[int]:
         """Ids of the buffers that the region's modules have now."""
         return frozenset(id(buffer) for module in self._modules() for buffer in module.buffers(recurse=False))
-
-    def holds_compiled(self) -> bool:
-        """Whether a module of the region is compiled: it would be compiled anew for the recording's mode."""
-        if "torch._dynamo" not in sys.modules:
-            return False
-        compiled = sys.modules["torch._dynamo"].OptimizedModule
-        return any(
-            isinstance(module, compiled) or getattr(module, "_compiled_call_impl", None) is not None
-            for module in self._modules()
-        )
 
     def runs_units(self, fn: Any) -> bool:
         """Whether units of FSDP are called inside the function: their parameters come and go with the call.

@@ -40,7 +40,7 @@ def learn_program(
     if not decisions.keeps_ops:
         recording.broken("no single operator is kept")
     if not decisions.may_record:
-        recording.broken("it calls compiled code, which would run uncompiled under a recording")
+        recording.broken("it calls a higher-order operator")
     if recording.why_broken is None and _is_bound_by_host(recording, knowledge, decisions):
         recording.broken("its operators are too small: to run it again without what is kept takes less time")
     found = None

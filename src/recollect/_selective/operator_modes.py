@@ -24,6 +24,7 @@ from recollect._core.operators import (
 )
 from recollect._core.places import Place
 from recollect._core.scope import current_run
+from recollect._core.torch_private.compiled_calls import step_aside_for_compiled_code
 from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth
 from recollect._core.torch_private.intercept import Interception
 from recollect._selective.kept_call import (
@@ -72,8 +73,11 @@ class OperatorMode(DispatchMode):
         saw_gather: whether parameters are gathered inside the region.
     """
 
+    steps_aside = True
+
     def __init__(self, kept_calls: KeptCalls, ops: frozenset[Any] | None = None) -> None:
         super().__init__()
+        step_aside_for_compiled_code()
         self._kept_calls, self.ops = kept_calls, ops
         self._counter = Counter()
         self._run = current_run()  # a backward inside the function may recompute: that is another run

@@ -53,6 +53,8 @@ BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.g
 _UNFILLED = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in UNFILLED if hasattr(owner, name))
 WRITES = "it writes into tensors in place"
 """Why a recording is broken where something else shares the memory, or needs what was overwritten."""
+CALLS_COMPILED = "it calls compiled code, which runs again as a whole"
+"""Why it is broken where torch.compile has made some of the calls one."""
 _GRAD = getattr(Tensor.grad, "__get__")  # noqa: B009 (a descriptor, whatever its annotation says)
 
 
@@ -135,6 +137,11 @@ class Recording(FunctionMode):
         """The recording cannot vouch for what happens."""
         if self.why_broken is None:
             self.why_broken = why
+
+    def meet_compiled(self) -> None:
+        """What compiled code gives cannot be made again call by call."""
+        if not self.is_paused and current_run() is self._run:
+            self.broken(CALLS_COMPILED)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -138,6 +138,8 @@ class _Forward:
 class _Mode(DispatchMode):
     """In place of an interception where somebody's dispatch mode is on, which must not see what is served."""
 
+    steps_aside = True
+
     def __init__(self, ops: frozenset[Any], meet: Callable[..., Any]) -> None:
         super().__init__()
         self._ops, self._meet = ops, meet

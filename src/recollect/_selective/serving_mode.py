@@ -42,6 +42,8 @@ class ChoiceMode(DispatchMode):
         choices: the results of forward's calls that choose, in order.
     """
 
+    steps_aside = True
+
     def __init__(self, choices: list[list[Tensor]]) -> None:
         super().__init__()
         self._choices, self._next, self._run = choices, 0, current_run()

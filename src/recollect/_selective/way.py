@@ -191,7 +191,7 @@ class SelectiveWay(Rerun):
     def _may_record(self, frame: Frame) -> bool:
         """Whether recording is worth it: it must be the only one to pack, and see calls as the user makes them."""
         decisions = self._decisions
-        if not decisions.may_record or (not decisions.is_learned and self._knowledge.holds_compiled()):
+        if not decisions.may_record:
             return False
         if self._knowledge.replays is False:
             decisions.may_record, decisions.why_no_program = False, "the plan has it so"
@@ -240,7 +240,6 @@ class SelectiveWay(Rerun):
         if self._again is not None:
             # Without knowing where the generators stood after each block, a region that draws must run them all again.
             self._again.knows_states = (decisions.draws is not False or not draws) and not decisions.has_backward
-            self._again.is_uncompiled = self._recording is not None and asker is not None and asker.saw_compiled
         decisions.draws = bool(decisions.draws) or draws
         is_as_learned = self._is_as_learned(frame, mode)
         if self._is_decided_outside:
@@ -260,11 +259,11 @@ class SelectiveWay(Rerun):
     def _must_see_all(self, frame: Frame, asker: Asker, mode: KeepingMode | None) -> bool:
         """Whether it is not enough to intercept what is kept.
 
-        Values are kept by name, or tensors wrap others; compiled code would be compiled anew; a region inside, under a
-        policy of its own, must see an operator before this one serves it.
+        Values are kept by name, or tensors wrap others; a higher-order operator cannot be intercepted; a region inside,
+        under a policy of its own, must see an operator before this one serves it.
         """
         saw_wrappers = mode is not None and mode.saw_wrappers
-        if saw_wrappers or self._knowledge.sees_names or asker.saw_compiled or getattr(frame, "nested", None):
+        if saw_wrappers or self._knowledge.sees_names or asker.saw_higher_order or getattr(frame, "nested", None):
             return True
         return bool(process_groups())  # among several processes nothing is left to what one of them has proven
 

@@ -12,7 +12,6 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -53,7 +52,7 @@ def read_state() -> State:
     """The state as it stands. Written out: it runs twice per region."""
     return (
         (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None,
-        _read_modes(ours=False) or None if function_mode_depth() else None,
+        read_modes(ours=False) or None if function_mode_depth() else None,
         _R0(),
         _R1(),
         _R2(),
@@ -66,35 +65,25 @@ def read_state() -> State:
 def put_state(state: State) -> Callable[[], None]:
     """Put a state in force; gives the function that puts back what was there."""
     cache = (parametrize._cache_enabled, parametrize._cache)
-    modes = _read_modes(ours=True)
+    modes = read_modes(ours=True)
     switches = [read() for read, _ in _SWITCHES]
 
     def put_back() -> None:
-        _put_modes(modes)
+        put_modes(modes)
         _put_switches(switches)
         parametrize._cache_enabled, parametrize._cache = cache
 
     depth, entries = state[0] or (0, {})
     parametrize._cache_enabled, parametrize._cache = depth, dict(entries)
     _put_switches(state[2:])
-    _put_modes(state[1] or ())
+    put_modes(state[1] or ())
     return put_back
 
 
 class FunctionMode(TorchFunctionMode):
-    """The base class of our own torch-function modes, which no recomputation runs under.
-
-    Dynamo would trace the handler of a mode into the functions that it compiles, and then computes something else
-    (torch 2.13). So compiled functions run as they are written while the mode is on, in the whole process: 6 µs, where
-    Dynamo has been imported.
-    """
-
-    _stance: Any = None
+    """The base class of our own torch-function modes, which no recomputation runs under, and no compiled code."""
 
     def __enter__(self) -> Self:
-        if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -106,13 +95,13 @@ class FunctionMode(TorchFunctionMode):
         finally:
             _C._pop_torch_function_stack()
 
+    def meet_compiled(self) -> None:
+        """Compiled code is called, of which the mode will see nothing (`compiled_calls.py`)."""
+
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
-        if self._stance is not None:
-            stance, self._stance = self._stance, None
-            stance.__exit__(exc_type, exc_val, exc_tb)
 
 
 def has_foreign_function_modes() -> bool:
@@ -121,16 +110,18 @@ def has_foreign_function_modes() -> bool:
     One that only translates what the user's code says, the same way each time, has ``is_transparent`` set.
     """
     return function_mode_depth() > 0 and not all(
-        getattr(mode, "is_transparent", False) for mode in _read_modes(ours=True)
+        getattr(mode, "is_transparent", False) for mode in read_modes(ours=True)
     )
 
 
-def _read_modes(*, ours: bool) -> tuple[Any, ...]:
+def read_modes(*, ours: bool) -> tuple[Any, ...]:
+    """The torch-function modes that are active, the innermost last; ours among them, or not."""
     modes = (_C._get_function_stack_at(i) for i in range(function_mode_depth()))
     return tuple(mode for mode in modes if ours or not isinstance(mode, FunctionMode))
 
 
-def _put_modes(modes: tuple[Any, ...]) -> None:
+def put_modes(modes: tuple[Any, ...]) -> None:
+    """Make these the active torch-function modes, without entering or leaving any."""
     for _ in range(function_mode_depth()):
         _C._pop_torch_function_stack()
     for mode in modes:

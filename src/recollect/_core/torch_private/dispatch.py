@@ -53,11 +53,13 @@ class DispatchMode(TorchDispatchMode):
             to set.
         is_on_wrappers: whether the operator just met has such tensors among its arguments; of use where one thread
             runs under the mode.
+        steps_aside: whether it is off while compiled code runs (`compiled_calls.py`); for subclasses to set.
     """
 
     supports_higher_order_operators = True
     looks_beneath = False
     is_on_wrappers = False
+    steps_aside = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]

@@ -23,12 +23,20 @@ from torch._ops import OpOverload
 from torch.library import Library, fallthrough_kernel
 
 _NAME = "Fake"
-_KEY = torch._C._dispatch_key_parse(_NAME)
+KEY = torch._C._dispatch_key_parse(_NAME)
+"""The dispatch key that is on for a thread while a handler is entered there."""
 _include: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 Meet = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operator, or gives what stands for its result."""
+
+
+def _meet_nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(*args, **kwargs)
+
+
+_PAUSED: tuple[frozenset[Any], Meet] = (frozenset(), _meet_nothing)
 
 
 class _Handlers(threading.local):
@@ -68,7 +76,7 @@ class _Kernels:
 
 def _kernel_of(op: OpOverload, handlers: _Handlers) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        _exclude(_KEY, True)  # noqa: FBT003
+        _exclude(KEY, True)  # noqa: FBT003
         try:
             if handlers.entered:
                 ops, meet = handlers.entered[-1]
@@ -76,7 +84,7 @@ def _kernel_of(op: OpOverload, handlers: _Handlers) -> Callable[..., Any]:
                     return meet(op, args, kwargs)
             return op(*args, **kwargs)
         finally:
-            _exclude(_KEY, False)  # noqa: FBT003
+            _exclude(KEY, False)  # noqa: FBT003
 
     return kernel
 
@@ -101,11 +109,29 @@ class Interception:
         """Switch it on."""
         _kernels.ensure(self._ops)
         _kernels.handlers.entered.append((self._ops, self._meet))
-        _include(_KEY, True)  # noqa: FBT003
+        _include(KEY, True)  # noqa: FBT003
 
     def leave(self) -> None:
         """Switch it off: what was entered before is on again."""
         entered = _kernels.handlers.entered
         entered.pop()
-        if not entered:
-            _include(_KEY, False)  # noqa: FBT003
+        if not entered or entered[-1] is _PAUSED:
+            _include(KEY, False)  # noqa: FBT003
+
+
+def is_on() -> bool:
+    """Whether operators are met on this thread."""
+    entered = _kernels.handlers.entered
+    return bool(entered) and entered[-1] is not _PAUSED
+
+
+def pause() -> None:
+    """Meet nothing on this thread until `resume`, but for what is entered meanwhile."""
+    _kernels.handlers.entered.append(_PAUSED)
+    _include(KEY, False)  # noqa: FBT003
+
+
+def resume() -> None:
+    """Take back `pause`."""
+    _kernels.handlers.entered.pop()
+    _include(KEY, True)  # noqa: FBT003
