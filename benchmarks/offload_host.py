@@ -23,7 +23,7 @@ from recollect._offload.departures import Departures
 from recollect._offload.learning import SessionOptions
 from recollect._offload.returns import Returns
 from recollect._offload.session import Session
-from recollect._offload.streams import Clock, Copy, DeviceLanes, HostClock
+from recollect._offload.streams import Batch, Clock, DeviceLanes, HostClock
 from recollect._offload.tiers import HostTier
 from recollect._offload.transfers import Transfers
 
@@ -49,11 +49,11 @@ class NullLanes:
         self.clock: Clock = HostClock()
         self.current: Callable[[], Any] = lambda: "the only stream"
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
-            copy.end = "reached"
-            if copy.times is not None:
-                copy.times.append((copy.target.nbytes, 0.0, 1e-6))
+    def copy_out(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            batch.begun, batch.end = len(batch.targets), "reached"
+            if batch.times is not None:
+                batch.times.append((batch.targets[0].nbytes, 0.0, 1e-6))
 
     copy_back = copy_out
 

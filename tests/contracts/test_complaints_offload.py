@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import recollect
 from recollect._offload.session import Session
 from tests.offload.late_lanes import late_session
+from tests.offload.packed import parcel_of
 
 
 def step(session: Session, x: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def test_complaint_06_a_value_never_comes_back_before_it_has_left() -> None:
     x = torch.randn(64, requires_grad=True) * 1
     handle = session.pack(x)
     session.settle()
-    expected, parcel = x.detach().clone(), handle.parcel
+    expected, parcel = x.detach().clone(), parcel_of(handle)
     parcel.alias, parcel.is_leaving = None, False  # let go without waiting, as no release does
     del x
     assert torch.equal(session.unpack(handle), expected)

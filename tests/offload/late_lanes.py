@@ -16,7 +16,7 @@ from recollect._offload.compression import Compression
 from recollect._offload.kinds import bytes_of
 from recollect._offload.learning import SessionOptions
 from recollect._offload.session import Session
-from recollect._offload.streams import Clock, Copy, Mark
+from recollect._offload.streams import Batch, Clock, Mark
 from recollect._offload.tiers import HostTier, Tier
 from recollect._offload.transfers import Transfers
 
@@ -87,40 +87,40 @@ class LateLanes:
     def current() -> str:
         return "the only stream"
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
+    def copy_out(self, batches: Sequence[Batch]) -> None:
         if self.fails == "out":
             raise RuntimeError("the device fell off the bus")
-        for copy in copies:
-            self.outs += 1
-            if all(mark.is_done for mark in copy.after):  # else somebody may still read there
-                spoil(copy.target)
-            copy.end = self._queue(self._out, copy)
+        for batch in batches:
+            self.outs += len(batch.targets)
+            if all(mark.is_done for mark in batch.after):  # else somebody may still read there
+                for target in batch.targets:
+                    spoil(target)
+            self._queue(self._out, batch)
 
-    def copy_back(self, copies: Sequence[Copy]) -> None:
+    def copy_back(self, batches: Sequence[Batch]) -> None:
         if self.fails == "back":
             raise RuntimeError("the device fell off the bus")
-        for copy in copies:
-            self.backs += 1
-            spoil(copy.target)
-            copy.end = self._queue(self._back, copy)
+        for batch in batches:
+            self.backs += len(batch.targets)
+            for target in batch.targets:
+                spoil(target)
+            self._queue(self._back, batch)
 
-    def _queue(self, lane: list[LateMark], copy: Copy) -> Mark:
+    def _queue(self, lane: list[LateMark], batch: Batch) -> None:
         before = list(lane)
-        source = copy.source
+        copies = list(zip(batch.targets, batch.sources, strict=True))
+        after, through = list(batch.after), batch.through
 
         def work() -> None:
-            for earlier in before:
+            for earlier in [*before, *after]:
                 earlier.synchronize()
-            for mark in copy.after:
-                mark.synchronize()
-            data = source if copy.through is None else copy.through(source)
-            copy.target.copy_(data)
+            for target, source in copies:
+                target.copy_(source if through is None else through(source))
 
-        mark = LateMark(work)
-        lane.append(mark)
-        if copy.times is not None:
-            copy.times.append((copy.target.nbytes, 0.0, self.copy_s))
-        return mark
+        batch.begun, batch.end = len(copies), LateMark(work)
+        lane.append(batch.end)
+        if batch.times is not None:
+            batch.times.append((batch.targets[0].nbytes, 0.0, self.copy_s))
 
     def hold(self, stream: Any, mark: LateMark) -> None:
         self.held.append(mark)

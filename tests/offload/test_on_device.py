@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import recollect
 from recollect._offload.offload import Offload
 from recollect._offload.streams import DeviceClock
+from tests.offload.packed import parcel_of
 from tests.waiting import refusing_to_wait
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("collector_off", "own_pool")]
@@ -173,7 +174,7 @@ def test_strides_and_alignment_come_back(device: torch.device) -> None:
     expected = [view.clone() for view in views]
     strides = [view.stride() for view in views]
     for handle in handles:
-        away._session.transfers.release([handle.parcel])
+        away._session.transfers.release([parcel_of(handle)])
     del base, views
     back = [unpack(handle) for handle in handles]
     assert [view.stride() for view in back] == strides
@@ -207,7 +208,7 @@ def test_compressed_values_come_back_within_their_bound(device: torch.device, co
     expected = x.detach().clone()
     handle = pack(x)
     away.settle()
-    away._session.transfers.release([handle.parcel])
+    away._session.transfers.release([parcel_of(handle)])
     del x
     error = (unpack(handle) - expected).abs()
     bound = expected.abs() / (256 if compress == "bf16" else 16)

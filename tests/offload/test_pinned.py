@@ -25,11 +25,11 @@ def test_a_piece_of_the_same_size_comes_again_with_its_mark() -> None:
     pool = make_pool()
     first = take(pool, 5000)
     mark: Any = object()
-    pool.give_back(first, mark)
+    first.give_back(mark)
     again = take(pool, 5000)
     assert again.bytes.data_ptr() == first.bytes.data_ptr()
     assert list(again.busy) == [mark]
-    pool.give_back(again)
+    again.give_back()
     assert list(take(pool, 5000).busy) == []
 
 
@@ -38,7 +38,7 @@ def test_a_piece_cut_anew_carries_the_marks_of_all_that_it_overlaps() -> None:
     pieces = [take(pool, 2**18) for _ in range(4)]
     marks: list[Any] = [object() for _ in pieces]
     for piece, mark in zip(pieces, marks, strict=True):
-        pool.give_back(piece, mark)
+        piece.give_back(mark)
     half = take(pool, 2**19)
     other = take(pool, 2**19)
     assert {*half.busy, *other.busy} == set(marks)
@@ -51,7 +51,7 @@ def test_a_step_that_comes_again_takes_nothing_from_the_system() -> None:
     counts = []
     for _ in range(3):
         for buffer in [take(pool, size) for size in sizes]:
-            pool.give_back(buffer)
+            buffer.give_back()
         counts.append(pool.allocations)
     assert counts == [counts[0]] * 3
     assert pool.used_bytes == 0
@@ -72,14 +72,14 @@ def test_pieces_never_overlap_and_never_pass_the_limit(actions: list[tuple[bool,
     lent: list[Buffer] = []
     for gives, size in actions:
         if gives and lent:
-            pool.give_back(lent.pop(size % len(lent)))
+            lent.pop(size % len(lent)).give_back()
         elif (buffer := pool.take(size)) is not None:
             lent.append(buffer)
         spans = sorted((one.bytes.data_ptr(), one.bytes.data_ptr() + one.bytes.numel()) for one in lent)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         assert pool.held_bytes <= 2**20
     for buffer in lent:
-        pool.give_back(buffer)
+        buffer.give_back()
     assert pool.used_bytes == 0
 
 

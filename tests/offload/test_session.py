@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import recollect
 from recollect._offload.kinds import stretch_of
-from recollect._offload.parcels import Handle, Stayed
+from recollect._offload.parcels import Parcel, Stayed
 from recollect._offload.session import Session
-from recollect._offload.streams import Copy
+from recollect._offload.streams import Batch
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import CountingClock, late_session
+from tests.offload.packed import parcel_of
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_views_of_one_storage_travel_once_and_come_back_right() -> None:
     copies = [view.clone() for view in views]
     kinds = [(view.stride(), view.storage_offset()) for view in views]
     for handle in handles:
-        session.transfers.release([handle.parcel])
+        session.transfers.release([parcel_of(handle)])
     del base, views
     back = [session.unpack(handle) for handle in handles]
     assert lanes.outs == 1
@@ -71,11 +72,11 @@ def test_in_one_backward_pass_views_of_one_storage_come_back_once() -> None:
     assert lanes.backs <= lanes.outs
 
 
-def sent(session: Session, tensor: Tensor) -> Handle:
+def sent(session: Session, tensor: Tensor) -> Parcel:
     handle = session.pack(tensor)
     session.settle()
-    assert isinstance(handle, Handle)
-    session.transfers.release([handle.parcel])
+    assert isinstance(handle, Parcel)
+    session.transfers.release([parcel_of(handle)])
     return handle
 
 
@@ -101,6 +102,22 @@ def test_a_value_saved_again_after_a_write_travels_again() -> None:
     del x
     assert lanes.outs == 2
     assert [int(session.unpack(handle)[0]) for handle in (one, other)] == [1, 2]
+
+
+def test_a_twin_that_counts_no_writes_travels_again_after_one() -> None:
+    session, _ = late_session()
+    x = made(torch.randn(16, 16))
+    first = sent(session, x)
+    assert parcel_of(session.pack(x.detach())) is first  # a twin that counts them
+    before = x.detach().clone()
+    with torch.no_grad():
+        x.add_(1)
+    twin, after = x.data, x.detach().clone()
+    second = sent(session, twin)
+    del x, twin
+    assert second is not first
+    assert torch.equal(session.unpack(first), before)
+    assert torch.equal(session.unpack(second), after)
 
 
 def test_a_small_part_of_a_large_storage_travels_alone_and_as_well_aligned() -> None:
@@ -137,7 +154,7 @@ def test_small_values_leave_together() -> None:
     session, lanes = late_session()
     batches: list[int] = []
     out = lanes.copy_out
-    lanes.copy_out = lambda copies: (batches.append(len(copies)), out(copies))  # type: ignore[assignment,method-assign,func-returns-value]
+    lanes.copy_out = lambda sent: (batches.append(sum(len(one.targets) for one in sent)), out(sent))  # type: ignore[assignment,method-assign,func-returns-value]
     x = torch.randn(2**14, requires_grad=True)
     with session:
         y = chain(x, 20)
@@ -158,7 +175,7 @@ def test_parts_of_a_storage_that_count_writes_apart_travel_apart() -> None:
     expected = [left.clone(), right.clone()]
     session.settle()
     for handle in (one, other):
-        session.transfers.release([handle.parcel])
+        session.transfers.release([parcel_of(handle)])
     del left, right
     assert all(torch.equal(session.unpack(h), x) for h, x in zip((one, other), expected, strict=True))
     assert lanes.outs == 2
@@ -167,7 +184,7 @@ def test_parts_of_a_storage_that_count_writes_apart_travel_apart() -> None:
 def test_values_that_are_let_go_together_are_waited_for_once() -> None:
     session, lanes = late_session()
     handles = [session.pack(made(torch.ones(2**18))) for _ in range(3)]
-    session.transfers.release([handle.parcel for handle in reversed(handles)])
+    session.transfers.release([parcel_of(handle) for handle in reversed(handles)])
     assert len(lanes.held) == 1
     assert all(mark.is_done for mark in lanes._out)
     assert [float(session.unpack(handle).sum()) for handle in handles] == [2.0**18] * 3
@@ -229,7 +246,7 @@ def test_small_values_stay() -> None:
     large = session.pack(made(torch.ones(16)))
     session.settle()
     assert type(small) is Stayed
-    assert type(large) is Handle
+    assert type(large) is Parcel
     assert lanes.outs == 1
 
 
@@ -429,11 +446,11 @@ def test_no_more_is_on_its_way_back_than_may_be(monkeypatch: pytest.MonkeyPatch)
     most, flying = 0, 0
     back, hold = lanes.copy_back, lanes.hold
 
-    def copy_back(copies: Sequence[Copy]) -> None:
+    def copy_back(batches: Sequence[Batch]) -> None:
         nonlocal most, flying
-        flying += len(copies)
+        flying += sum(len(batch.targets) for batch in batches)
         most = max(most, flying)
-        back(copies)
+        back(batches)
 
     def arrive(stream: Any, mark: Any) -> None:
         nonlocal flying
@@ -575,7 +592,7 @@ def test_masks_travel_as_bits() -> None:
     mask = torch.rand(1001) > 0.5
     expected = mask.clone()
     handle = sent(session, mask)
-    assert handle.parcel.kind.travel_bytes == 126
+    assert parcel_of(handle).kind.travel_bytes == 126
     del mask
     assert torch.equal(session.unpack(handle), expected)
 

@@ -1,6 +1,6 @@
 """The lanes of a device, on streams and events that only note what they are told."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from recollect._core.torch_private.streams import stream_reader
 from recollect._offload import streams
-from recollect._offload.streams import Copy, DeviceLanes
+from recollect._offload.streams import Batch, DeviceLanes
 
 DEVICE = torch.device("cpu")
 
@@ -61,39 +61,41 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceLanes]:
     assert NotedStream.inside == []
 
 
-def make_copy(lanes: DeviceLanes, *after: Any, times: Any = None) -> Copy:
-    return Copy(torch.zeros(4), torch.arange(4.0), lanes.current(), after, times)
+def make_batch(
+    lanes: DeviceLanes, *after: Any, sizes: Sequence[int] = (4,), times: Any = None, through: Any = None
+) -> Batch:
+    batch = Batch(lanes, lanes.current(), times, through)
+    batch.targets = [torch.zeros(size) for size in sizes]
+    batch.sources = [torch.arange(float(size)) for size in sizes]
+    batch.after = list(after)
+    return batch
 
 
 @pytest.mark.parametrize("way", ["copy_out", "copy_back"])
 def test_copies_that_begin_together_meet_the_computing_stream_once(lanes: DeviceLanes, way: str) -> None:
-    copies = [make_copy(lanes) for _ in range(3)]
-    getattr(lanes, way)(copies)
-    lane = copies[0].end.event.at[0]
+    batches = [make_batch(lanes, sizes=[4, 3]), make_batch(lanes)]
+    getattr(lanes, way)(batches)
+    lane = batches[0].end.event.at[0]
     assert lane.waited == [(lanes.current(), 1)]
-    assert [copy.end.event.at for copy in copies] == [(lane, 1)] * 3  # small ones have one event together
-    assert all(torch.equal(copy.target, copy.source) for copy in copies)
-
-
-def test_large_copies_end_apart(lanes: DeviceLanes) -> None:
-    sizes = [4, 2**18, 4, 2**18, 4]
-    copies = [Copy(torch.zeros(size), torch.ones(size), lanes.current(), (), None) for size in sizes]
-    lanes.copy_out(copies)
-    assert [copy.end.event.at[1] for copy in copies] == [1, 1, 2, 2, 3]
+    assert [batch.end.event.at for batch in batches] == [(lane, 1), (lane, 2)]
+    assert [batch.begun for batch in batches] == [2, 1]
+    copies = [copy for batch in batches for copy in zip(batch.targets, batch.sources, strict=True)]
+    assert all(torch.equal(target, source) for target, source in copies)
 
 
 def test_copies_that_were_begun_before_one_fails_have_an_end(lanes: DeviceLanes) -> None:
-    copies = [make_copy(lanes), Copy(torch.zeros(3), torch.ones(4), lanes.current(), (), None)]
+    batches = [make_batch(lanes), make_batch(lanes, sizes=[4, 4, 4]), make_batch(lanes)]
+    batches[1].targets[1] = torch.zeros(3)
     with pytest.raises(RuntimeError):
-        lanes.copy_back(copies)
-    assert copies[0].end is not None
-    assert copies[1].end is None
+        lanes.copy_back(batches)
+    assert [batch.begun for batch in batches] == [1, 1, 0]
+    assert [batch.end is not None for batch in batches] == [True, True, False]
 
 
-def test_a_copy_waits_for_the_marks_that_it_must_come_after(lanes: DeviceLanes) -> None:
-    first = make_copy(lanes)
+def test_a_batch_waits_for_the_marks_that_it_must_come_after(lanes: DeviceLanes) -> None:
+    first = make_batch(lanes)
     lanes.copy_out([first])
-    second = make_copy(lanes, first.end)
+    second = make_batch(lanes, first.end)
     lanes.copy_back([second])
     assert second.end.event.at[0].waited == [(lanes.current(), 2), first.end.event.at]
     lanes.hold(lanes.current(), second.end)
@@ -101,30 +103,30 @@ def test_a_copy_waits_for_the_marks_that_it_must_come_after(lanes: DeviceLanes) 
 
 
 def test_a_stream_that_has_waited_for_a_mark_does_not_wait_for_those_before_it(lanes: DeviceLanes) -> None:
-    copies = [make_copy(lanes) for _ in range(4)]
-    lanes.copy_back(copies[:2])
-    lanes.copy_back(copies[2:])
+    batches = [make_batch(lanes) for _ in range(4)]
+    lanes.copy_back(batches[:2])
+    lanes.copy_back(batches[2:])
     stream: Any = lanes.current()
-    for copy in (copies[2], copies[3], copies[0], copies[1]):
-        lanes.hold(stream, copy.end)
-    assert stream.waited == [copies[2].end.event.at]
+    for at in (2, 3, 0, 1):
+        lanes.hold(stream, batches[at].end)
+    assert stream.waited == [batches[2].end.event.at, batches[3].end.event.at]
 
 
 def test_of_two_streams_each_waits(lanes: DeviceLanes) -> None:
-    copy = make_copy(lanes)
-    lanes.copy_back([copy])
+    batch = make_batch(lanes)
+    lanes.copy_back([batch])
     waiting = [NotedStream(DEVICE), NotedStream(DEVICE)]
     for stream in waiting:
-        lanes.hold(stream, copy.end)
-    assert [stream.waited for stream in waiting] == [[copy.end.event.at]] * 2
+        lanes.hold(stream, batch.end)
+    assert [stream.waited for stream in waiting] == [[batch.end.event.at]] * 2
 
 
 def test_buffers_that_came_back_together_are_waited_for_once(lanes: DeviceLanes) -> None:
-    before = [make_copy(lanes) for _ in range(3)]
-    lanes.copy_back(before)
-    after = [make_copy(lanes, copy.end) for copy in before]
-    lanes.copy_out(after)
-    assert after[0].end.event.at[0].waited == [(lanes.current(), 2), before[0].end.event.at]
+    before = make_batch(lanes, sizes=[4, 4, 4])
+    lanes.copy_back([before])
+    after = make_batch(lanes, *[before.end] * 3, sizes=[4, 4, 4])
+    lanes.copy_out([after])
+    assert after.end.event.at[0].waited == [(lanes.current(), 2), before.end.event.at]
 
 
 def test_a_mark_of_an_event_that_is_used_again_is_waited_for_again(
@@ -133,9 +135,9 @@ def test_a_mark_of_an_event_that_is_used_again_is_waited_for_again(
     monkeypatch.setattr(streams, "_MOST_EVENTS", 1)
     stream: Any = lanes.current()
     for number in range(1, 4):
-        copy = make_copy(lanes)
-        lanes.copy_back([copy])
-        lanes.hold(stream, copy.end)
+        batch = make_batch(lanes)
+        lanes.copy_back([batch])
+        lanes.hold(stream, batch.end)
         assert len(stream.waited) == number
 
 
@@ -146,17 +148,16 @@ def test_events_are_used_again_and_only_ever_stand_for_later_points(
     made = NotedEvent.made
     marks = []
     for number in range(1, 9):
-        copy = make_copy(lanes)
-        lanes.copy_out([copy])
-        marks.append((number, copy.end))
+        batch = make_batch(lanes)
+        lanes.copy_out([batch])
+        marks.append((number, batch.end))
     assert NotedEvent.made - made == 3
     assert all(mark.event.at[1] >= number for number, mark in marks)
 
 
 def test_the_times_of_copies_are_taken_with_events_of_their_own(lanes: DeviceLanes) -> None:
     times: list[Any] = []
-    copies = [make_copy(lanes, times=times) for _ in range(2)]
-    lanes.copy_back(copies)
+    lanes.copy_back([make_batch(lanes, times=times) for _ in range(2)])
     assert [size for size, _, _ in times] == [16, 16]
     events = [event for _, start, end in times for event in (start, end)]
     assert len(set(map(id, events))) == 4
@@ -171,9 +172,9 @@ def test_what_passes_through_a_codec_does_so_on_the_lane(lanes: DeviceLanes) -> 
         return data * 2
 
     for way in (lanes.copy_out, lanes.copy_back):
-        copy = Copy(torch.zeros(4), torch.arange(4.0), lanes.current(), (), None, double)
-        way([copy])
-        assert torch.equal(copy.target, 2 * copy.source)
+        batch = make_batch(lanes, through=double)
+        way([batch])
+        assert torch.equal(batch.targets[0], 2 * batch.sources[0])
     assert seen == [1, 1]
 
 

@@ -1,7 +1,7 @@
 """Lanes and a computing stream in a time of their own: who computes says how long, and copies take what they take.
 
 Host tensors play the device's. Copies are done at once; their marks are the times at which a device would have done
-them. Like a real lane, this one has one mark for small copies up to the next large one.
+them.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ from torch import Tensor
 from recollect._offload.accounts import Accounts
 from recollect._offload.compression import Compression
 from recollect._offload.learning import SessionOptions
-from recollect._offload.prefetch import TOGETHER
 from recollect._offload.session import Session
-from recollect._offload.streams import Clock, Copy, Mark
+from recollect._offload.streams import Batch, Clock, Mark
 from recollect._offload.tiers import HostTier
 from recollect._offload.transfers import Transfers
 
@@ -52,22 +51,21 @@ class TimedLanes:
     def current() -> str:
         return "the only stream"
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
-        self._out_s = self._copy(copies, self._out_s)
+    def copy_out(self, batches: Sequence[Batch]) -> None:
+        self._out_s = self._copy(batches, self._out_s)
 
-    def copy_back(self, copies: Sequence[Copy]) -> None:
-        self._back_s = self._copy(copies, self._back_s)
+    def copy_back(self, batches: Sequence[Batch]) -> None:
+        self._back_s = self._copy(batches, self._back_s)
 
-    def _copy(self, copies: Sequence[Copy], free_s: float) -> float:
-        for copy in copies:
-            start_s = max(free_s, self._time.now_s, *copy.after)
-            free_s = copy.end = start_s + copy.target.nbytes / self._speed
-            copy.target.copy_(copy.source)
-            if copy.times is not None:
-                copy.times.append((copy.target.nbytes, start_s, free_s))
-        for before, after in zip(copies[-2::-1], copies[:0:-1], strict=True):
-            if before.times is None and before.target.nbytes < TOGETHER:
-                before.end = after.end
+    def _copy(self, batches: Sequence[Batch], free_s: float) -> float:
+        for batch in batches:
+            start_s = max(free_s, self._time.now_s, *batch.after)
+            free_s = batch.end = start_s + sum(target.nbytes for target in batch.targets) / self._speed
+            for target, source in zip(batch.targets, batch.sources, strict=True):
+                target.copy_(source)
+            batch.begun = len(batch.targets)
+            if batch.times is not None:
+                batch.times.append((batch.targets[0].nbytes, start_s, free_s))
         return free_s
 
     def hold(self, stream: Any, mark: Mark) -> None:

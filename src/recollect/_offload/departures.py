@@ -122,11 +122,6 @@ class Departures:
     def _send(self, parcels: Sequence[Parcel]) -> None:
         transfers = self._transfers
         transfers.send(parcels)
-        for parcel in parcels:
-            if parcel.is_leaving:
-                parcel.step.leaving.append(parcel.number)
-            elif parcel.stays:
-                transfers.accounts.stayed_bytes += parcel.kind.size
         if self._waits and parcels and transfers.leaving_bytes > self._in_flight:
             self._keep_in_flight(parcels[-1].step)
 

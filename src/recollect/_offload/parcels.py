@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from recollect._offload.jobs import ReadJob, WriteJob
     from recollect._offload.pinned import Buffer
     from recollect._offload.steps import Step
-    from recollect._offload.transfers import Transfers
 
 
 class Parcel:
-    """A stretch of bytes, and where it is.
+    """A stretch of bytes, and where it is. Stands in the graph for the tensor that was saved first.
 
     Exactly one of these holds it: `alias` (it has not left, or not for good), a `buffer` in host memory, a `written`
     job of a slower tier; beside that, for the time of a backward pass, `returned`.
@@ -40,6 +39,7 @@ class Parcel:
         alias: a tensor on the original memory; None once it has left.
         is_constant: it has no history: a buffer, an input, a mask, or what an operator made besides its result.
         is_changed: somebody wrote into it before it had left.
+        is_used: backward has asked for it.
         stays: it is not sent.
         is_leaving: it is on its way out, and `alias` holds the memory meanwhile.
         goes_on: `buffer` is a stage on its way to a slower tier.
@@ -53,12 +53,13 @@ class Parcel:
         returned: bytes on the device, and whose way back they are on, `back`.
         met: the stream that has waited for `out`, and later for `back`.
         asked: how many saved tensors the running backward pass has yet to ask for; `pass_id` says in which.
-        users: how many saved tensors are views of it.
+        users: how many saved tensors it stands for: the first, and each `View` that lives.
         step: what it is part of; `number` says which.
     """
 
-    is_constant = is_changed = stays = is_leaving = is_flying = goes_on = False
-    users = asked = turn = 0
+    is_constant = is_changed = is_used = stays = is_leaving = is_flying = goes_on = False
+    users = 1
+    asked = turn = 0
     pass_id = -1
     out: Any = None
     back: Any = None
@@ -69,20 +70,20 @@ class Parcel:
     written: WriteJob | None = None
     reading: ReadJob | None = None
 
-    def __init__(  # noqa: PLR0917 (one for each value)
-        self, tensor: Tensor, storage: ref[torch.UntypedStorage], kind: Kind, owner: Transfers, step: Step, number: int
-    ) -> None:
+    def __init__(self, tensor: Tensor, storage: ref[torch.UntypedStorage], kind: Kind, step: Step, number: int) -> None:
         base = tensor._base  # noqa: SLF001
-        self.owner, self.storage, self.kind = owner, storage, kind
+        self.storage, self.kind, self.step, self.number = storage, kind, step, number
         self.root, self.version = ref(tensor if base is None else base), tensor._version  # noqa: SLF001
         self.alias: Tensor | None = tensor.detach()
-        self.step, self.number = step, number
         lanes = self.lanes = kind.lanes
         if lanes is not None:
             self.stream = lanes.current()
 
     def __del__(self) -> None:
-        self.owner.forget(self)
+        if self.is_leaving or self.returned is not None or self.written is not None or self.reading is not None:
+            self.step.transfers.forget(self)
+        elif self.buffer is not None:
+            self.buffer.give_back(self.out if self.back is None else self.back)
 
     def __str__(self) -> str:
         return f"value {self.number} of the step ({self.kind})"
@@ -91,14 +92,18 @@ class Parcel:
         """Whether another saved tensor of the same storage, of that kind, is in it as it is now.
 
         Only tensors that autograd knows to be views of one another count writes together: parts made by
-        ``unsafe_chunk``, as in recurrent networks, share a storage and nothing else.
+        ``unsafe_chunk``, as in recurrent networks, share a storage and nothing else. A tensor of the same layout may be
+        a detached twin, which counts them too, or one made by ``.data``, which does not: so somebody must be there who
+        saw no write since.
         """
         version, kind, alias = tensor._version, self.kind, self.alias  # noqa: SLF001
         if self.version != version or self.is_changed:
             return False
-        base = tensor._base  # noqa: SLF001
-        if of is not kind and self.root() is not (tensor if base is None else base):
-            return False
+        base, root = tensor._base, self.root()  # noqa: SLF001
+        if root is not (tensor if base is None else base):
+            witness = root if alias is None else alias
+            if of is not kind or witness is None or witness._version != version:  # noqa: SLF001
+                return False
         if kind.codec is not None and of.dtype is not kind.dtype:
             return False
         if alias is not None and alias._version != version:  # noqa: SLF001
@@ -121,8 +126,8 @@ class Parcel:
             raise ChangedInputError(message)
 
 
-class Handle:
-    """Stands for one saved tensor in the graph: a parcel, and which view of it."""
+class View:
+    """Stands in the graph for a saved tensor whose bytes are in a parcel that was there before."""
 
     __slots__ = ("kind", "parcel")
 
@@ -132,17 +137,6 @@ class Handle:
 
     def __del__(self) -> None:
         self.parcel.users -= 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the tensor is the parcel, as it is copied."""
-        return self.kind is self.parcel.kind and self.kind.is_dense
-
-    def on(self, here: Tensor, start: int) -> Tensor:
-        """The tensor, on memory whose storage begins with byte `start` of the original."""
-        if self.is_whole:
-            return here.data  # with a version of its own, as if it were made anew
-        return self.kind.on(here.untyped_storage(), start)
 
 
 class Stayed:
@@ -178,7 +172,7 @@ def tensors_here(packed: Any) -> list[Tensor] | None:
     """The tensors that one of our packed objects holds where they were; None for an object of others."""
     if isinstance(packed, Stayed):
         return [packed.tensor]
-    if isinstance(packed, Handle):
-        alias = packed.parcel.alias
+    if isinstance(packed, (Parcel, View)):
+        alias = packed.alias if isinstance(packed, Parcel) else packed.parcel.alias
         return [] if alias is None else [alias]
     return None

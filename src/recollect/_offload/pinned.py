@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,28 +28,31 @@ class Buffer:
     Attributes:
         bytes: the piece as a flat tensor of bytes; `size` says how many.
         busy: marks of copies that may still read or write it; the next user waits for them.
-        pool: what it is a piece of.
-        slab: the number of its slab there.
-        offset: where it lies in that.
+        shelf: where pieces of its size wait for the next user.
+        slab: the number of its slab in the pool; `offset` says where it lies in that.
+        shaped: the piece as a tensor of a dense `kind`, the last that it was used for.
     """
 
-    __slots__ = ("_kind", "_shaped", "busy", "bytes", "offset", "pool", "size", "slab")
+    __slots__ = ("busy", "bytes", "kind", "offset", "shaped", "shelf", "size", "slab")
 
-    def __init__(self, pool: PinnedPool, data: Tensor, slab: int, offset: int, busy: Sequence[Any]) -> None:
-        self.pool, self.bytes, self.slab, self.offset, self.busy = pool, data, slab, offset, busy
+    def __init__(self, shelf: list[Buffer], data: Tensor, slab: int, offset: int, busy: Sequence[Any]) -> None:
+        self.shelf, self.bytes, self.slab, self.offset, self.busy = shelf, data, slab, offset, busy
         self.size = data.numel()
-        self._kind: Kind | None = None
-        self._shaped = data
+        self.kind: Kind | None = None
+        self.shaped = data
 
-    def shaped(self, kind: Kind) -> Tensor:
-        """The piece as a tensor of a dense kind; the same object as long as the kind is the same."""
-        if self._kind is not kind:
-            self._kind, self._shaped = kind, kind.over(self.bytes)
-        return self._shaped
+    def shape_as(self, kind: Kind) -> Tensor:
+        """The piece as a tensor of a dense kind."""
+        self.kind, self.shaped = kind, kind.over(self.bytes)
+        return self.shaped
 
     def give_back(self, busy: Any = None) -> None:
-        """Let others have it, once the copy that `busy` marks is done. Takes no lock."""
-        self.pool.give_back(self, busy)
+        """Let others have it, once the copy that `busy` marks is done.
+
+        Called from wherever a graph dies: in any thread, also in the midst of the pool's own work. So it takes no lock.
+        """
+        self.busy = () if busy is None else (busy,)
+        self.shelf.append(self)
 
 
 class PinnedPool:
@@ -73,34 +75,32 @@ class PinnedPool:
         self.is_pinned = is_pinned
         self._allocate = allocate
         self._slabs: list[tuple[Tensor, Extents]] = []
-        # Pieces that were given back wait here by their size: in a training step the same sizes come again and again.
-        self._waiting: dict[int, list[Buffer]] = {}
+        # Pieces that were given back wait on shelves by their size: in a training step the same sizes come again and
+        # again. Any thread may put a piece there or take one at any time, so a shelf lives as long as the pool.
+        self._shelves: dict[int, list[Buffer]] = {}
         # Of pieces that were cut anew since: for each slab by offset their length, and the mark of a copy that may
         # still use them. They never overlap: who is lent a piece takes the marks of all that it overlaps.
         self._busy: list[dict[int, tuple[int, Sequence[Any]]]] = []
-        # Given back from wherever a graph dies: in any thread, also in the midst of `take`. So it is only noted there.
-        self._returned: deque[Buffer] = deque()
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         """Lent at this moment, rounding included."""
         with self._lock:
-            self._sort_returned()
-            waiting = sum(len(same) * round_up(size) for size, same in self._waiting.items())
+            waiting = sum(len(shelf) * round_up(size) for size, shelf in self._shelves.items())
             return sum(extents.used_bytes for _, extents in self._slabs) - waiting
 
     def take(self, size: int) -> Buffer | None:
         """A piece of `size` bytes; None if the limit is reached."""
+        shelf = self._shelves.get(size)
+        if shelf:
+            try:
+                return shelf.pop()
+            except IndexError:  # another thread had it
+                pass
         with self._lock:
-            if self._returned:
-                self._sort_returned()
-            same = self._waiting.get(size)
-            if same:
-                return same.pop()
             found = self._cut(size)
-            if found is None and self._waiting:
-                self._put_together()
+            if found is None and self._put_together():
                 found = self._cut(size)
             if found is None and self._add_slab(size):
                 found = self._cut(size)
@@ -111,17 +111,11 @@ class PinnedPool:
         taken = [self.take(size) for size in sizes]
         for buffer in taken:
             if buffer is not None:
-                self.give_back(buffer)
-
-    def give_back(self, buffer: Buffer, busy: Any = None) -> None:
-        """Let others have a piece, once the copy that `busy` marks is done. Takes no lock."""
-        buffer.busy = () if busy is None else (busy,)
-        self._returned.append(buffer)
+                buffer.give_back()
 
     def trim(self) -> None:
         """Give the system back all slabs, if nothing is lent."""
         with self._lock:
-            self._sort_returned()
             self._put_together()
             if not any(extents.used_bytes for _, extents in self._slabs):
                 self._slabs.clear()
@@ -136,26 +130,23 @@ class PinnedPool:
                 marks = self._busy[number]
                 over = [at for at, (length, _) in marks.items() if at < offset + size and offset < at + length]
                 left = [mark for at in over for mark in marks.pop(at)[1]]
-                return Buffer(self, slab.narrow(0, offset, size), number, offset, left)
+                shelf = self._shelves.setdefault(size, [])
+                return Buffer(shelf, slab.narrow(0, offset, size), number, offset, left)
         return None
 
-    def _put_together(self) -> None:
-        """Give the pieces that wait back to their slabs, so that others can be cut."""
-        waiting, self._waiting = self._waiting, {}
-        for same in waiting.values():
-            for buffer in same:
+    def _put_together(self) -> bool:
+        """Give the pieces that wait back to their slabs, so that others can be cut; says whether there were any."""
+        found = False
+        for shelf in list(self._shelves.values()):
+            while shelf:
+                try:
+                    buffer = shelf.pop()
+                except IndexError:  # another thread had it
+                    break
                 self._slabs[buffer.slab][1].give_back(buffer.offset, buffer.size)
                 self._busy[buffer.slab][buffer.offset] = (buffer.size, buffer.busy)
-
-    def _sort_returned(self) -> None:
-        returned, waiting = self._returned, self._waiting
-        while returned:
-            buffer = returned.popleft()
-            same = waiting.get(buffer.size)
-            if same is None:
-                waiting[buffer.size] = [buffer]
-            else:
-                same.append(buffer)
+                found = True
+        return found
 
     def _add_slab(self, size: int) -> bool:
         """Take one more slab that holds `size`; says whether the limit let it."""

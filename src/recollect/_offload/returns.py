@@ -28,20 +28,18 @@ class Returns:
         self._in_flight, self._waits, self._transfers = options.in_flight, options.waits, transfers
         self._end_pass = end_pass
         self._pass_id = _NO_PASS
-        self._steps: list[Step] = []  # whose values came back since the last pass
+        self._steps: set[Step] = set()  # whose values came back since the last pass
 
-    def note_asked(self, parcel: Parcel) -> bool:
-        """A saved tensor is asked for; says whether it is the first time that its value is."""
+    def note_asked(self, parcel: Parcel) -> None:
+        """A saved tensor is asked for."""
         running = current_pass()
-        if running not in (self._pass_id, _NO_PASS):
-            self.drop()  # of a pass that failed, which does not say so
-            self._pass_id = running
-            when_pass_ends(self._end_pass)
         if parcel.pass_id != running:
+            if running not in (self._pass_id, _NO_PASS):
+                self.drop()  # of a pass that failed, which does not say so
+                self._pass_id = running
+                when_pass_ends(self._end_pass)
             parcel.pass_id, parcel.asked = running, parcel.users
-            if parcel.step not in self._steps:
-                self._steps.append(parcel.step)
-        return parcel.number not in parcel.step.used
+            self._steps.add(parcel.step)
 
     def fetch_with(self, parcel: Parcel) -> None:
         """Begin the way back of a value, and of what will be asked for next."""
@@ -72,23 +70,23 @@ class Returns:
     def _fetch_ahead(self, step: Step) -> None:
         # Late in backward there is room enough for what a timetable has chosen not to wait for.
         is_bounded = self._waits or step.sends is None
-        fetched = []
-        while step.due:
-            number = step.due[0]
-            parcel = step.parcels[number]()
-            if parcel is not None and number not in step.used and parcel.alias is None and parcel.returned is None:
+        due, parcels, flying_bytes = step.due, step.parcels, step.flying_bytes
+        fetched: list[Parcel] = []
+        while due:
+            parcel = parcels[due[0]]()
+            if parcel is not None and parcel.alias is None and parcel.returned is None and not parcel.is_used:
                 size = parcel.kind.size
-                if is_bounded and step.flying_bytes and step.flying_bytes + size > self._in_flight:
+                if is_bounded and flying_bytes and flying_bytes + size > self._in_flight:
                     break
                 fetched.append(parcel)
                 if not parcel.is_flying:
                     parcel.is_flying = True
-                    step.flying_bytes += size
-                parcel.asked = max(parcel.asked, 1)
-            step.due.popleft()
+                    flying_bytes += size
+                parcel.asked = parcel.asked or 1
+            due.popleft()
+        step.flying_bytes = flying_bytes
         if fetched:
-            if step not in self._steps:
-                self._steps.append(step)
+            self._steps.add(step)
             self._transfers.fetch(fetched)
             if self._transfers.slow is not None:
                 step.flying.update(parcel.number for parcel in fetched if parcel.reading is not None)
@@ -97,13 +95,12 @@ class Returns:
         """A saved tensor was given; after the last of its value's, what came back is held no longer."""
         parcel.asked -= 1
         if parcel.asked <= 0 or parcel.pass_id == _NO_PASS:
-            parcel.asked = 0
-            self._transfers.drop_returned(parcel)
+            parcel.asked, parcel.returned = 0, None
 
     def drop(self) -> None:
         """The pass is done: hold nothing that came back."""
         self._pass_id = _NO_PASS
-        steps, self._steps = self._steps, []
+        steps, self._steps = self._steps, set()
         for step in steps:
             for one in step.parcels:
                 parcel = one()

@@ -25,16 +25,17 @@ from recollect._core.torch_private.ambient import function_mode_depth, without_f
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, without_dispatch_modes
 from recollect._core.torch_private.engine import next_sequence, pop_hooks, push_hooks
 from recollect._core.torch_private.graph import is_parameter
+from recollect._core.torch_private.streams import is_capturing
 from recollect._core.travel import listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.departures import Departures
-from recollect._offload.kinds import Kinds
+from recollect._offload.kinds import Kind, Kinds
 from recollect._offload.learning import MEASURED_STEPS, Learner, SessionOptions
-from recollect._offload.parcels import Handle, Parcel, Stayed
+from recollect._offload.parcels import Parcel, Stayed, View
 from recollect._offload.returns import Returns
 from recollect._offload.steps import Step
-from recollect._offload.streams import Clock, is_capturing
+from recollect._offload.streams import Clock
 from recollect._offload.transfers import Transfers
 
 _log = logging.getLogger("recollect")
@@ -98,14 +99,11 @@ class Session:
         is_leaf, base = tensor.is_leaf, tensor._base  # noqa: SLF001
         if (is_leaf or base is not None) and _is_there_anyway(tensor, base):
             return Stayed(tensor)
+        if current_run() is not None or (tensor.is_cuda and is_capturing()):
+            return Stayed(tensor)
         try:
             storage = tensor.untyped_storage()
-            is_small = storage.nbytes() < self._min_bytes or tensor.numel() == 0
-        except (NotImplementedError, RuntimeError):  # no memory of its own: it is sparse, or a transform tracks it
-            return Stayed(tensor)
-        if is_small or tensor.is_conj() or tensor.is_neg() or current_run() is not None:
-            return Stayed(tensor)
-        if tensor.is_cuda and is_capturing():
+        except (NotImplementedError, RuntimeError):  # it is sparse, or a transform tracks it
             return Stayed(tensor)
         with self._lock:
             if function_mode_depth() or dispatch_mode_depth():
@@ -124,16 +122,22 @@ class Session:
             OffloadError: the tier has not got it any more as it was.
             ChangedInputError: it was changed in place before it had left.
         """
-        if type(handle) is Stayed:
+        parcel: Parcel
+        if type(handle) is Parcel:
+            parcel = handle
+        elif type(handle) is View:
+            parcel = handle.parcel
+        elif type(handle) is Stayed:
             return handle.get()
-        if type(handle) is _Wrapped:
-            return handle.rebuild([self.unpack(part) for part in handle.parts])
+        else:
+            wrapped: _Wrapped = handle
+            return wrapped.rebuild([self.unpack(part) for part in wrapped.parts])
         with self._lock:
             if function_mode_depth() or dispatch_mode_depth():
                 with unseen():
-                    tensor = self._give(handle)
+                    tensor = self._give(parcel, handle.kind)
             else:
-                tensor = self._give(handle)
+                tensor = self._give(parcel, handle.kind)
         if self._notices.waiting:
             self._notices.give()
         return tensor
@@ -160,38 +164,59 @@ class Session:
     # Forward.
 
     def _take_in(self, tensor: Tensor, storage: torch.UntypedStorage, is_constant: bool) -> Any:  # noqa: FBT001
-        departures, key = self._departures, id(storage)
+        departures = self._departures
         sequence = next_sequence() if is_constant else None
         if departures.pending or departures.waiting:
             departures.flush(sequence)
-        known = self._known.get(key)
+        known = self._known.get(id(storage))
         parcel = None if known is None else known()
-        if parcel is not None and parcel.storage() is storage:
-            kind = self._kinds.find(tensor, storage)
-            if parcel.serves(tensor, kind):
-                return Handle(kind, parcel)
+        if parcel is not None and parcel.storage() is not storage:
+            parcel = None  # of memory that is gone
         step = self._step
-        if step is None or step.used:
+        if parcel is None and step is not None and not step.has_backward:
+            number = len(step.parcels)
+            if number < len(step.foreseen) and step.foreseen[number].fits(tensor, storage):
+                return self._send_off(tensor, storage, step.foreseen[number], step, sequence)
+        return self._take_in_unforeseen(tensor, storage, parcel, sequence)
+
+    def _take_in_unforeseen(
+        self, tensor: Tensor, storage: torch.UntypedStorage, parcel: Parcel | None, sequence: int | None
+    ) -> Any:
+        """A tensor that is not the next one of the step as it was foreseen; `parcel` has its storage, if one has."""
+        try:
+            is_small = storage.nbytes() < self._min_bytes or tensor.numel() == 0
+        except (NotImplementedError, RuntimeError):  # a transform tracks it
+            return Stayed(tensor)
+        if is_small or tensor.is_conj() or tensor.is_neg():
+            return Stayed(tensor)
+        kind = self._kinds.find(tensor, storage)
+        if parcel is not None and parcel.serves(tensor, kind):
+            return View(kind, parcel)
+        step = self._step
+        if step is None or step.has_backward:
             step = self._open_step()
         number, foreseen = len(step.parcels), step.foreseen
-        if number < len(foreseen) and foreseen[number].fits(tensor, storage):
-            kind = foreseen[number]
-        else:
-            kind = self._kinds.find(tensor, storage)
+        if number >= len(foreseen) or foreseen[number] is not kind:
             if kind.size < self._min_bytes or not self.transfers.can_carry(kind):
                 return Stayed(tensor)
             if number == 0 or foreseen:
                 step.follow(self._learner.lessons.find([*step.kinds, kind]))
-        parcel = Parcel(tensor, ref(storage), kind, self.transfers, step, number)
-        if is_constant:
+        return self._send_off(tensor, storage, kind, step, sequence)
+
+    def _send_off(
+        self, tensor: Tensor, storage: torch.UntypedStorage, kind: Kind, step: Step, sequence: int | None
+    ) -> Parcel:
+        """A value that nobody has saved before, as the next of a step."""
+        parcel = Parcel(tensor, ref(storage), kind, step, len(step.parcels))
+        if sequence is not None:
             parcel.is_constant = True
-        one = self._known[key] = ref(parcel)
+        one = self._known[id(storage)] = ref(parcel)
         step.parcels.append(one)
         step.kinds.append(kind)
         if step.accounts.measures:
             step.note_made(parcel, self._clock_of(parcel))
-        departures.begin(step, parcel, sequence if is_constant else None)
-        return Handle(kind, parcel)
+        self._departures.begin(step, parcel, sequence)
+        return parcel
 
     def _open_step(self) -> Step:
         if self._step is not None:
@@ -205,36 +230,41 @@ class Session:
         self.transfers.accounts = Accounts(measures=is_measured)
         if self._step is not None and len(self._known) > 2 * len(self._step.parcels) + _FORGOTTEN:
             self._known = {key: known for key, known in self._known.items() if known() is not None}
-        self._step = Step(self.transfers.accounts)
+        self._step = Step(self.transfers)
         return self._step
 
     # Backward.
 
-    def _give(self, handle: Handle) -> Tensor:
-        parcel, returns = handle.parcel, self._returns
-        departures = self._departures
+    def _give(self, parcel: Parcel, kind: Kind) -> Tensor:
+        departures, returns, step = self._departures, self._returns, parcel.step
         if departures.pending or departures.waiting:
             departures.finish()
-        if returns.note_asked(parcel):
+        returns.note_asked(parcel)
+        if not parcel.is_used:
+            parcel.is_used = True
             self._note_used(parcel)
-        if parcel.step.leaving:
-            departures.release_done(parcel.step)
+        if step.leaving:
+            departures.release_done(step)
         returns.fetch_with(parcel)
         here, start = self.transfers.take(parcel)
-        is_last = parcel.asked == 1 and here is parcel.returned and parcel.lanes is not None
-        tensor = here if is_last and handle.is_whole else handle.on(here, start)  # what came for nobody else: as it is
+        if kind is not parcel.kind or not kind.is_dense:
+            tensor = kind.on(here.untyped_storage(), start)
+        elif parcel.asked == 1 and here is parcel.returned and parcel.lanes is not None:
+            tensor = here  # it came for nobody else
+        else:
+            tensor = here.data  # with a version of its own, as if it were made anew
         returns.note_given(parcel)
         return tensor
 
     def _note_used(self, parcel: Parcel) -> None:
         """A value is asked for, for the first time."""
         step = parcel.step
-        if parcel.alias is None and parcel.storage() is not None:
-            step.held.add(parcel.number)
-        if not step.used:
+        if not step.has_backward:
+            step.has_backward = True
             self._begin_backward(step)
-        step.used.add(parcel.number)
         if step.accounts.measures:
+            if parcel.alias is None and parcel.storage() is not None:
+                step.held.add(parcel.number)
             stream = None if parcel.lanes is None else parcel.lanes.current()
             step.note_used(parcel.number, self._clock_of(parcel), stream)
 

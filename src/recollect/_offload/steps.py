@@ -15,10 +15,10 @@ from weakref import ref
 from recollect._offload.prefetch import SeenValue, Speeds, Timetable
 
 if TYPE_CHECKING:
-    from recollect._offload.accounts import Accounts
     from recollect._offload.kinds import Kind
     from recollect._offload.parcels import Parcel
     from recollect._offload.streams import Clock, Mark
+    from recollect._offload.transfers import Transfers
 
 _MOST_LESSONS = 8
 
@@ -77,7 +77,7 @@ class Step:
         foreseen: the kinds that are to come, as far as that is known; so `sends`, `releases` and `fetches`, which are
             those of the timetable.
         lesson: by which it is foreseen, if it is.
-        used: numbers of those that backward has asked for.
+        has_backward: whether backward has asked for one of them.
         due: numbers of those whose way back is to begin next.
         flying_bytes: of those that are on their way back or wait there to be asked for.
         flying: numbers of those among them that a slower tier is asked for.
@@ -85,17 +85,17 @@ class Step:
         late: numbers of those whose memory was to be let go before they had left.
         small: numbers of small ones whose memory is to be let go with that of others.
         held: numbers of those that somebody else held all the time.
-        accounts: what was done.
+        transfers: what carries them; `accounts` says what it did.
         clock: by which times are taken; None before the first, or if none are.
         is_closed: whether everything was learnt from it.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
-        self.accounts = accounts
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers, self.accounts = transfers, transfers.accounts
         self.parcels: list[ref[Parcel]] = []
         self.kinds: list[Kind] = []
         self.follow(None)
-        self.used: set[int] = set()
+        self.has_backward = False
         self.due: deque[int] = deque()
         self.flying_bytes = 0
         self.flying: set[int] = set()
@@ -123,11 +123,6 @@ class Step:
         return [parcel for number in numbers if (parcel := self.parcels[number]()) is not None]
 
     @property
-    def has_backward(self) -> bool:
-        """Whether backward has asked for a value."""
-        return bool(self.used)
-
-    @property
     def timetable(self) -> Timetable | None:
         """What it is to do, if it is foreseen."""
         return None if self.lesson is None else self.lesson.timetable
@@ -145,7 +140,7 @@ class Step:
 
     def is_done(self) -> bool:
         """Whether nobody can ask for a value any more for the first time."""
-        return all(number in self.used or parcel() is None for number, parcel in enumerate(self.parcels))
+        return all((parcel := one()) is None or parcel.is_used for one in self.parcels)
 
     def last_mark(self) -> Mark | None:
         """The latest point that was marked."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from recollect._core.torch_private.copies import copy_all
 from recollect._core.torch_private.streams import stream_reader
-from recollect._offload.prefetch import TOGETHER
+
+if TYPE_CHECKING:
+    from recollect._offload.parcels import Parcel
 
 _MOST_EVENTS = 1024  # of a lane: while more copies are on their way, waits are longer than they need be
 
@@ -39,11 +41,11 @@ class Lanes(Protocol):
     def current(self) -> Any:
         """The stream that computes on this thread now; the same object each time, if that can be."""
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
-        """Copy to the host, in this order; notes the mark of each one's end."""
+    def copy_out(self, batches: Sequence[Batch]) -> None:
+        """Copy to the host, in this order; notes of each batch how many were begun, and the mark of their end."""
 
-    def copy_back(self, copies: Sequence[Copy]) -> None:
-        """Copy to the device, in this order; notes the mark of each one's end."""
+    def copy_back(self, batches: Sequence[Batch]) -> None:
+        """Copy to the device, likewise."""
 
     def hold(self, stream: Any, mark: Mark) -> None:
         """Let all that `stream` does from here on wait for a mark."""
@@ -52,32 +54,31 @@ class Lanes(Protocol):
         """Keep a tensor's memory from being used again until what a lane does now is done."""
 
 
-class Copy:
-    """What a lane is to do.
+class Batch:
+    """Copies that a lane makes one after the other. They meet the computing stream once, and end at one mark.
 
     Attributes:
-        target: where the bytes go.
-        source: where they are.
-        stream: must have come to this point first: it made the source, or had the target's memory before.
+        lanes: that are to make them.
+        stream: must have come to this point first: it made the sources, or had the targets' memory before.
+        parcels: whose bytes they are; `targets` says where they go, `sources` where they are.
         after: marks that must have been reached first.
-        through: what the bytes pass through on the way, on the device.
-        times: where to note the time, if it is wanted.
-        end: the mark of its end, once it is under way.
+        times: where to note the time, if it is wanted. A batch that is timed has one copy.
+        through: what the bytes pass through on the way, on the device. Such a batch has one copy, too.
+        begun: how many copies are under way; fewer than all if one of them failed.
+        end: the mark of their end, once some are under way.
     """
 
-    __slots__ = ("after", "end", "source", "stream", "target", "through", "times")
+    __slots__ = ("after", "begun", "end", "lanes", "parcels", "sources", "stream", "targets", "through", "times")
 
-    def __init__(  # noqa: PLR0917 (one for each value that travels)
-        self,
-        target: Tensor,
-        source: Tensor,
-        stream: Any,
-        after: Sequence[Mark],
-        times: Times | None,
-        through: Callable[[Tensor], Tensor] | None = None,
+    def __init__(
+        self, lanes: Lanes, stream: Any, times: Times | None = None, through: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self.target, self.source, self.stream, self.after = target, source, stream, after
-        self.times, self.through = times, through
+        self.lanes, self.stream, self.times, self.through = lanes, stream, times, through
+        self.parcels: list[Parcel] = []
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
+        self.after: list[Mark] = []
+        self.begun = 0
         self.end: Mark = None
 
 
@@ -99,75 +100,61 @@ class DeviceLanes:
         # Waiting for an event means waiting for what it was recorded on last, so one serves all.
         self._here = torch.Event(device)
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
+    def copy_out(self, batches: Sequence[Batch]) -> None:
         """Copy to the host, on a stream of its own."""
-        self._copy(self._out, copies, is_out=True)
+        self._copy(self._out, batches, is_out=True)
 
-    def copy_back(self, copies: Sequence[Copy]) -> None:
+    def copy_back(self, batches: Sequence[Batch]) -> None:
         """Copy to the device, on a stream of its own. The targets are of the computing stream's memory."""
-        self._copy(self._back, copies, is_out=False)
+        self._copy(self._back, batches, is_out=False)
 
-    def _copy(self, lane: _Lane, copies: Sequence[Copy], *, is_out: bool) -> None:
-        self._meet(lane, copies)
+    def _copy(self, lane: _Lane, batches: Sequence[Batch], *, is_out: bool) -> None:
+        self._meet(lane, batches)
         with lane.stream:
-            together: list[Copy] = []  # small ones, up to a large one: they have one event
-            for copy in copies:
-                if copy.times is not None or copy.through is not None:
-                    self._copy_together(lane, together)
-                    self._copy_alone(lane, copy, is_out=is_out)
-                    together = []
+            for batch in batches:
+                if batch.times is not None:
+                    self._copy_timed(lane, batch, batch.times, is_out=is_out)
                     continue
-                together.append(copy)
-                if copy.target.nbytes >= TOGETHER:
-                    self._copy_together(lane, together)
-                    together = []
-            self._copy_together(lane, together)
+                try:
+                    self._move(batch, is_out=is_out)
+                finally:
+                    if batch.begun:
+                        batch.end = lane.mark()
 
-    def _copy_alone(self, lane: _Lane, copy: Copy, *, is_out: bool) -> None:
-        if copy.times is None:
-            self._move(copy, is_out=is_out)
-            lane.mark([copy])
-            return
+    def _copy_timed(self, lane: _Lane, batch: Batch, times: Times, *, is_out: bool) -> None:
         start = self.clock.mark(lane.stream)
-        self._move(copy, is_out=is_out)
+        self._move(batch, is_out=is_out)
         end = self.clock.mark(lane.stream)
-        copy.end = lane.number(end)
-        copy.times.append((copy.target.nbytes, start, end))
+        batch.end = lane.number(end)
+        times.append((batch.targets[0].nbytes, start, end))
 
-    @staticmethod
-    def _copy_together(lane: _Lane, copies: list[Copy]) -> None:
-        if not copies:
-            return
-        done: list[Copy] = []
-        try:
-            copy_all([copy.target for copy in copies], [copy.source for copy in copies])
-            done = copies
-        except RuntimeError:  # of one of them: those before it may go
-            for copy in copies:
-                copy.target.copy_(copy.source, non_blocking=True)
-                done.append(copy)
-        finally:
-            if done:
-                lane.mark(done)
-
-    def _move(self, copy: Copy, *, is_out: bool) -> None:
-        target, source, through = copy.target, copy.source, copy.through
+    def _move(self, batch: Batch, *, is_out: bool) -> None:
+        targets, sources, through = batch.targets, batch.sources, batch.through
         if through is None:
-            target.copy_(source, non_blocking=True)
-        elif is_out:
+            try:
+                copy_all(targets, sources)
+                batch.begun = len(targets)
+            except RuntimeError:  # of one of them: those before it may go
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    batch.begun += 1
+            return
+        (target,), (source,) = targets, sources
+        if is_out:
             target.copy_(through(source), non_blocking=True)
         else:
             target.copy_(through(source.to(self._device, non_blocking=True)))
+        batch.begun = 1
 
-    def _meet(self, lane: _Lane, copies: Sequence[Copy]) -> None:
+    def _meet(self, lane: _Lane, batches: Sequence[Batch]) -> None:
         """Let a lane wait for what its copies must come after."""
         met: Any = None
-        for copy in copies:
-            if copy.stream is not met:
-                met = copy.stream
+        for batch in batches:
+            if batch.stream is not met:
+                met = batch.stream
                 self._here.record(met)
                 lane.stream.wait_event(self._here)
-            for mark in copy.after:
+            for mark in batch.after:
                 mark.hold(lane.stream)
 
     def hold(self, stream: Any, mark: Mark) -> None:
@@ -194,17 +181,15 @@ class _Lane:
         self._next = self._numbers = 0
         self.waited: dict[Any, int] = {}  # by stream: the last mark that it has waited for
 
-    def mark(self, copies: Sequence[Copy]) -> None:
-        """The end of copies."""
+    def mark(self) -> LaneMark:
+        """This point: the end of the copies that were begun so far."""
         at = self._next
         if at == len(self._events):
             self._events.append(torch.Event(self._device))
         event = self._events[at]
         event.record(self.stream)
         self._next = (at + 1) % _MOST_EVENTS
-        mark = self.number(event)
-        for copy in copies:
-            copy.end = mark
+        return self.number(event)
 
     def number(self, event: torch.Event) -> LaneMark:
         """An event that was recorded here, as the next mark."""
@@ -307,7 +292,3 @@ class HostClock:
         """Between two times."""
         between: float = end - start
         return between
-
-
-is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-"""Whether this thread's stream is being captured into a CUDA graph, where nothing can be sent away."""

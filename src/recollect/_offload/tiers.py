@@ -82,7 +82,7 @@ class HostTier:
 
     def free(self, key: Buffer) -> None:
         """Give a buffer back."""
-        self.pool.give_back(key)
+        key.give_back()
 
     def close(self) -> None:
         """Give the memory back to the system, if nobody uses it."""

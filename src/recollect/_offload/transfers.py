@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,18 +18,16 @@ from torch import Tensor
 from recollect._core.errors import OffloadError, TierFullError
 from recollect._core.travel import Move, News, listeners
 from recollect._offload.accounts import Accounts
-from recollect._offload.copies import make_copy_back, make_copy_out
+from recollect._offload.copies import Loading
 from recollect._offload.device_lanes import LanesByDevice
 from recollect._offload.jobs import ReadJob
 from recollect._offload.kinds import Kind, bytes_of
 from recollect._offload.notices import Notices
 from recollect._offload.parcels import Parcel
 from recollect._offload.pinned import Buffer
-from recollect._offload.streams import Copy, DeviceLanes, HostClock, Lanes, Mark
+from recollect._offload.streams import Batch, DeviceLanes, HostClock, Lanes, Mark
 from recollect._offload.tiers import HostTier, Tier
 from recollect._offload.workers import Workers
-
-_by_turn = attrgetter("turn")
 
 
 class Transfers:
@@ -84,80 +81,75 @@ class Transfers:
 
     def send(self, parcels: Sequence[Parcel]) -> None:
         """Begin the way out. Values for which there is no room stay."""
-        leaving: list[Parcel] = []
-        copies: list[Copy] = []
+        loading = Loading(self.accounts.out_times)
+        pool = None if self.host is None else self.host.pool
         for parcel in parcels:
             alias = parcel.alias
             if alias is None:
                 continue
-            if alias._version != parcel.version:  # noqa: SLF001
-                parcel.is_changed, parcel.alias = True, None
-                continue
             if parcel.lanes is None:
                 self._send_from_host(parcel, alias)
                 continue
-            copy = self._begin_copy_out(parcel, alias)
-            if copy is None:
-                continue
-            if leaving and leaving[-1].lanes is not parcel.lanes:
-                self._copy_out(leaving, copies)
-                leaving, copies = [], []
-            leaving.append(parcel)
-            copies.append(copy)
-        if leaving:
-            self._copy_out(leaving, copies)
+            buffer = None if pool is None else pool.take(parcel.kind.travel_bytes)
+            if buffer is None:
+                buffer = self._find_stage(parcel)
+                if buffer is None:
+                    continue
+            parcel.buffer = buffer
+            loading.add_out(parcel, alias, buffer)
+        for lanes, batches in loading.by_lanes():
+            self._copy_out(lanes, batches)
 
-    def _begin_copy_out(self, parcel: Parcel, alias: Tensor) -> Copy | None:
-        """From a device to the host; None if there is no room."""
-        kind, accounts = parcel.kind, self.accounts
-        buffer = None if self.host is None else self.host.pool.take(kind.travel_bytes)
-        if buffer is None:
-            if self._workers is None:
-                self._stays_for_lack(parcel)
-                return None
-            buffer = self._workers.take_staging(kind.travel_bytes, accounts)
-            parcel.goes_on = True
-        parcel.buffer = buffer
-        return make_copy_out(parcel, alias, buffer, accounts.out_times)
+    def _find_stage(self, parcel: Parcel) -> Buffer | None:
+        """A buffer on the way to the slower tier, for a value that finds no room in host memory; None if it stays."""
+        if self._workers is None:
+            self._stays_for_lack(parcel)
+            return None
+        parcel.goes_on = True
+        return self._workers.take_staging(parcel.kind.travel_bytes, self.accounts)
 
-    def _copy_out(self, parcels: Sequence[Parcel], copies: Sequence[Copy]) -> None:
-        """All from one device."""
-        failure: BaseException | None = None
+    def _copy_out(self, lanes: Lanes, batches: Sequence[Batch]) -> None:
         try:
-            parcels[0].lanes.copy_out(copies)  # type: ignore[union-attr]
+            lanes.copy_out(batches)
         except BaseException as error:
-            failure = error
-        failed: Parcel | None = None
-        turn, workers = self.turn, self._workers
-        for parcel, copy in zip(parcels, copies, strict=True):
-            if copy.end is None:
-                self._give_up(parcel)
-                failed = failed or parcel
-                continue
-            turn += 1
-            parcel.out, parcel.turn, parcel.is_leaving = copy.end, turn, True
-            if parcel.goes_on and workers is not None and parcel.buffer is not None:
-                workers.write(parcel, parcel.buffer.bytes, parcel.out, parcel.buffer, self.accounts)
-        self.turn = turn
-        self._count_leaving(parcels)
-        if failure is not None:
-            if failed is None or not isinstance(failure, RuntimeError):
-                raise failure
-            raise OffloadError(self._describe(failed, "could not be copied out", failure)) from failure
+            stayed = self._give_up(batches)
+            if stayed is not None and isinstance(error, RuntimeError):
+                raise OffloadError(self._describe(stayed, "could not be copied out", error)) from error
+            raise
+        finally:
+            for batch in batches:
+                self._note_leaving(batch)
 
-    @staticmethod
-    def _give_up(parcel: Parcel) -> None:
-        """Its copy could not begin: it stays."""
-        buffer, parcel.buffer, parcel.stays = parcel.buffer, None, True
-        if buffer is not None:
-            buffer.give_back()
+    def _note_leaving(self, batch: Batch) -> None:
+        end, turn, workers = batch.end, self.turn, self._workers
+        begun = batch.parcels[: batch.begun]
+        for parcel in begun:
+            turn += 1
+            parcel.out, parcel.turn, parcel.is_leaving = end, turn, True
+            if parcel.goes_on and workers is not None and parcel.buffer is not None:
+                workers.write(parcel, parcel.buffer.bytes, end, parcel.buffer, self.accounts)
+        self.turn = turn
+        self._count_leaving(begun)
+
+    def _give_up(self, batches: Sequence[Batch]) -> Parcel | None:
+        """What could not begin to leave stays; gives the first of it."""
+        left = [(parcel, batch.end) for batch in batches for parcel in batch.parcels[batch.begun :]]
+        for parcel, end in left:
+            buffer, parcel.buffer = parcel.buffer, None
+            self._stay(parcel)
+            if buffer is not None:
+                buffer.give_back(end)
+        return left[0][0] if left else None
 
     def _send_from_host(self, parcel: Parcel, alias: Tensor) -> None:
         """What is in host memory by nature."""
         kind = parcel.kind
         if self._workers is None and not self.copies_host:
-            parcel.stays = True
+            self._stay(parcel)
             self.notices.add_in_host()
+            return
+        if alias._version != parcel.version:  # noqa: SLF001
+            parcel.is_changed, parcel.alias = True, None
             return
         flat = bytes_of(alias.untyped_storage(), kind.start, kind.size)
         if kind.codec is not None:
@@ -178,42 +170,57 @@ class Transfers:
         parcel.alias = None
 
     def _count_leaving(self, parcels: Sequence[Parcel]) -> None:
-        """Of these, those that leave have just begun to."""
-        accounts, is_heard = self.accounts, listeners.present
+        """These have just begun to leave."""
+        accounts, size, travelling = self.accounts, 0, 0
         for parcel in parcels:
-            if not parcel.is_leaving:
-                continue
             kind = parcel.kind
-            self._leaving_bytes += kind.size
-            accounts.values += 1
-            accounts.out_bytes += kind.travel_bytes
-            if is_heard and parcel.alias is not None:
-                self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
+            size += kind.size
+            travelling += kind.travel_bytes
+            parcel.step.leaving.append(parcel.number)
+        self._leaving_bytes += size
+        accounts.values += len(parcels)
+        accounts.out_bytes += travelling
+        if listeners.present:
+            for parcel in parcels:
+                if parcel.alias is not None:
+                    self._tell(Move.LEAVES, parcel, parcel.alias.untyped_storage())
 
-    def release(self, parcels: Sequence[Parcel]) -> None:
+    def release(self, parcels: Iterable[Parcel]) -> None:
         """Let go of the memory of values that are on their way out; what comes after them waits for the copies."""
         last: Parcel | None = None
-        for parcel in sorted(parcels, key=_by_turn) if len(parcels) > 1 else parcels:
+        size = 0
+        gone: list[Tensor] = []  # not before the streams were told to wait: other threads may use the memory at once
+        for parcel in parcels:
             if not parcel.is_leaving:
                 continue
             alias = parcel.alias
             if alias is not None and parcel.lanes is None:
-                assert parcel.written is not None
-                start = time.perf_counter()
-                parcel.written.future.result()
-                self.accounts.note_stall(self.host_clock, start, time.perf_counter())
+                self._wait_until_written(parcel)
             elif alias is not None:
                 if alias._version != parcel.version:  # noqa: SLF001
                     parcel.is_changed = True
                 # A lane carries one after the other, so waiting for the last is waiting for all.
                 if last is not None and (last.stream is not parcel.stream or last.lanes is not parcel.lanes):
                     self._hold(last.lanes, last.stream, last.out)
-                last = parcel
+                    last = None
+                if last is None or parcel.turn > last.turn:
+                    last = parcel
                 # The stream on which the value was saved waits: there its memory may be freed in plain training.
                 parcel.alias, parcel.met = None, parcel.stream
-            self._end_leaving(parcel)
+                gone.append(alias)
+            parcel.is_leaving = False
+            size += parcel.kind.size
+            if listeners.present:
+                self._tell(Move.HAS_LEFT, parcel, None)
+        self._leaving_bytes -= size
         if last is not None:
             self._hold(last.lanes, last.stream, last.out)
+
+    def _wait_until_written(self, parcel: Parcel) -> None:
+        assert parcel.written is not None
+        start = time.perf_counter()
+        parcel.written.future.result()
+        self.accounts.note_stall(self.host_clock, start, time.perf_counter())
 
     def _tell(self, move: Move, parcel: Parcel, storage: torch.UntypedStorage | None) -> None:
         size, tier = parcel.kind.travel_bytes, self._name_tier(parcel)
@@ -228,26 +235,43 @@ class Transfers:
         else:
             lanes.hold(stream, mark)
 
-    def _end_leaving(self, parcel: Parcel) -> None:
-        parcel.is_leaving = False
-        self._leaving_bytes -= parcel.kind.size
-        if listeners.present:
-            self._tell(Move.HAS_LEFT, parcel, None)
-
     def note_written(self, parcel: Parcel) -> None:
         """A value of the host whose write may be done meanwhile: count it out."""
         if parcel.is_leaving and parcel.alias is None:
-            self._end_leaving(parcel)
+            parcel.is_leaving = False
+            self._leaving_bytes -= parcel.kind.size
+            if listeners.present:
+                self._tell(Move.HAS_LEFT, parcel, None)
 
     # Back.
 
-    def fetch(self, parcels: Sequence[Parcel]) -> None:
-        """Begin the way back of those that are away."""
-        away = [parcel for parcel in parcels if parcel.alias is None and parcel.returned is None]
-        if self._workers is not None:
-            away = [parcel for parcel in away if self._is_at_hand(parcel, self._workers)]
-        if away:
-            self._bring(away)
+    def fetch(self, parcels: Iterable[Parcel], *, waits: bool = False) -> None:
+        """Begin the way back of those that are away.
+
+        What a slower tier has not given back yet is only asked for, unless `waits`.
+        """
+        loading = Loading(self.accounts.back_times)
+        staged: list[tuple[Parcel, Buffer]] = []  # which are free again after the copy
+        for parcel in parcels:
+            if parcel.alias is not None or parcel.returned is not None:
+                continue
+            if self._workers is not None and not self._is_at_hand(parcel, self._workers) and not waits:
+                continue
+            buffer, lanes, reading = parcel.buffer, parcel.lanes, parcel.reading
+            if reading is not None:
+                buffer = self._finish_reading(parcel, reading)
+                if buffer is not None:
+                    staged.append((parcel, buffer))
+            if lanes is None:
+                self._bring_to_host(parcel, reading)
+            elif buffer is not None:  # else it was changed before it had left
+                loading.add_back(parcel, lanes, buffer)
+        try:
+            for lanes, batches in loading.by_lanes():
+                self._copy_back(lanes, batches)
+        finally:
+            for parcel, buffer in staged:
+                buffer.give_back(parcel.back)
 
     def _is_at_hand(self, parcel: Parcel, workers: Workers) -> bool:
         """Whether the bytes are in host memory and stay there; if not, a slower tier is asked for them."""
@@ -260,49 +284,24 @@ class Transfers:
         reading = parcel.reading or workers.read(parcel, self.accounts)
         return parcel.lanes is not None and reading.future.done()
 
-    def _bring(self, parcels: Sequence[Parcel]) -> None:
-        """From host memory to where they were."""
-        coming: list[Parcel] = []
-        copies: list[Copy] = []
-        staging: list[tuple[Buffer, Copy]] = []  # which is free again after its copy
-        stream: object = None
-        for parcel in parcels:
-            buffer, lanes, reading = parcel.buffer, parcel.lanes, parcel.reading
-            if reading is not None:
-                self._finish_reading(parcel, reading)
-                buffer = reading.buffer
-            if lanes is None:
-                self._bring_to_host(parcel, reading)
-                continue
-            if buffer is None:
-                continue  # it was changed before it had left
-            if not coming:
-                stream = lanes.current()
-            elif coming[-1].lanes is not lanes:
-                self._copy_back(coming, copies)
-                coming, copies, stream = [], [], lanes.current()
-            copy = make_copy_back(parcel, stream, buffer, self.accounts.back_times)
-            coming.append(parcel)
-            copies.append(copy)
-            if reading is not None:
-                staging.append((buffer, copy))
-        if coming:
-            self._copy_back(coming, copies)
-        for buffer, copy in staging:
-            buffer.give_back(copy.end)
-
-    def _copy_back(self, parcels: Sequence[Parcel], copies: Sequence[Copy]) -> None:
-        """All to one device."""
+    def _copy_back(self, lanes: Lanes, batches: Sequence[Batch]) -> None:
         try:
-            parcels[0].lanes.copy_back(copies)  # type: ignore[union-attr]
+            lanes.copy_back(batches)
         except RuntimeError as error:
-            whose = next(parcel for parcel, copy in zip(parcels, copies, strict=True) if copy.end is None)
+            whose = next(batch.parcels[batch.begun] for batch in batches if batch.begun < len(batch.parcels))
             raise OffloadError(self._describe(whose, "could not be copied back", error)) from error
-        for parcel, copy in zip(parcels, copies, strict=True):
-            parcel.back, parcel.returned, parcel.stream, parcel.met = copy.end, copy.target, copy.stream, None
-            self.accounts.back_bytes += parcel.kind.travel_bytes
+        finally:
+            for batch in batches:
+                self._note_returning(batch)
+
+    def _note_returning(self, batch: Batch) -> None:
+        end, stream, size = batch.end, batch.stream, 0
+        for parcel, target in zip(batch.parcels[: batch.begun], batch.targets, strict=False):
+            parcel.back, parcel.returned, parcel.stream, parcel.met = end, target, stream, None
+            size += parcel.kind.travel_bytes
             if listeners.present:
-                self._tell(Move.RETURNS, parcel, copy.target.untyped_storage())
+                self._tell(Move.RETURNS, parcel, target.untyped_storage())
+        self.accounts.back_bytes += size
 
     def _bring_to_host(self, parcel: Parcel, reading: ReadJob | None) -> None:
         kind = parcel.kind
@@ -318,7 +317,8 @@ class Transfers:
         if listeners.present:
             self._tell(Move.RETURNS, parcel, data.untyped_storage())
 
-    def _finish_reading(self, parcel: Parcel, reading: ReadJob) -> None:
+    def _finish_reading(self, parcel: Parcel, reading: ReadJob) -> Buffer | None:
+        """Wait for what a slower tier gives back; gives the buffer that it is in, if it goes on to a device."""
         parcel.reading = None
         start = time.perf_counter()
         try:
@@ -331,6 +331,7 @@ class Transfers:
             self.accounts.note_stall(self.host_clock, start, time.perf_counter())
         else:
             self.accounts.note_host_stall(time.perf_counter() - start)
+        return reading.buffer
 
     def take(self, parcel: Parcel) -> tuple[Tensor, int]:
         """Memory with the value in it, and which byte of the original its storage begins with; the stream waits.
@@ -345,9 +346,7 @@ class Transfers:
         if alias is not None:  # it stayed, or is still on its way out: the way back is saved
             return alias, 0
         if parcel.returned is None:
-            self.fetch((parcel,))
-        if parcel.returned is None:
-            self._bring((parcel,))
+            self.fetch((parcel,), waits=True)
         returned = parcel.returned
         assert returned is not None
         if listeners.present:
@@ -390,9 +389,13 @@ class Transfers:
 
     # Words.
 
+    def _stay(self, parcel: Parcel) -> None:
+        parcel.stays = True
+        self.accounts.stayed_bytes += parcel.kind.size
+
     def _stays_for_lack(self, parcel: Parcel) -> None:
         assert self.host is not None
-        parcel.stays = True
+        self._stay(parcel)
         self.notices.add_no_room(f"{parcel} stays on {parcel.kind.device}", limit=self.host.pool.limit)
 
     def _describe(self, parcel: Parcel, what: str, error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The stream that computes on this thread, asked for each saved tensor.
 
-Private names: ``torch._C._cuda_getCurrentRawStream``.
+Private names: ``torch._C._cuda_getCurrentRawStream``, ``torch._C._cuda_isCurrentStreamCapturing``.
 Would be replaced by: `torch.accelerator.current_stream` giving the same object each time, and quickly.
 Run on: torch 2.11, 2.13 (CPU builds; on CUDA by the tests marked ``gpu``).
 """
@@ -33,3 +33,9 @@ def stream_reader(device: torch.device) -> Callable[[], torch.Stream]:
         return stream
 
     return read
+
+
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether this thread's stream is being captured into a CUDA graph. To be asked on CUDA only."""
