@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from recollect._plan.journeys import IN_FLIGHT_BYTES
@@ -110,6 +113,7 @@ def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[frozens
 def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:
     """The options of each segment that are worth looking at; those of one type are found once."""
     by_type: dict[int, tuple[Segment, list[Weighed]]] = {}
+    _find_together(problem, chain)
     for segment in chain:
         if segment.type not in by_type:
             found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
@@ -122,10 +126,18 @@ def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) ->
     ]
 
 
+def _find_together(problem: Problem, segments: Sequence[Segment]) -> None:
+    """Find the options of all types at once: the solver lets other threads run."""
+    types = {segment.type: segment for segment in reversed(segments)}  # the first of each
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        list(threads.map(functools.partial(find_options, problem), types.values()))
+
+
 def _combine_parts(problem: Problem, segment: Segment, plain: Rehearsal) -> Iterator[Option]:
     """Options for the modules inside of a segment, each the best if a byte that is freed is worth so much time."""
     known: dict[int, list[Weighed]] = {}
     parts = find_parts(problem, segment)
+    _find_together(problem, parts)
     for part in parts:
         if part.type not in known:
             known[part.type] = [weigh(problem, part, option, plain) for option in find_options(problem, part)]

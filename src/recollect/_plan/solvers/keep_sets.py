@@ -21,6 +21,7 @@ from recollect._plan.solvers.highs import Model
 from recollect._plan.ways import can_be_kept, find_copied, find_forced, find_groups, find_held_for
 
 _SLICES = 12
+_CALLS_IN_FULL = 300  # a run of more is looked at less closely: it is one of few, and its parts are looked at too
 _LONGEST_S = 1.0
 _HALF = 0.5
 _MOST_CORNERS = 24
@@ -69,9 +70,11 @@ def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
 
 def _try_slices(program: Program) -> Iterator[frozenset[int]]:
     """The corners of the lower hull of bytes and seconds, and between them the quickest for so many bytes."""
-    yield from program.find_corners()
-    for number in range(_SLICES + 1):
-        kept = program.solve(program.plain_bytes * number // _SLICES)
+    share = min(1.0, _CALLS_IN_FULL / max(1, program.count_calls()))
+    yield from program.find_corners(round(_MOST_CORNERS * share))
+    slices = max(1, round(_SLICES * share))
+    for number in range(slices + 1):
+        kept = program.solve(program.plain_bytes * number // slices)
         if kept is not None:
             yield kept
 
@@ -222,12 +225,16 @@ class Program:
             return None
         return self._read_kept(values)
 
-    def find_corners(self) -> Iterator[frozenset[int]]:
+    def count_calls(self) -> int:
+        """How many calls there are to decide about."""
+        return len(self._calls)
+
+    def find_corners(self, most: int = _MOST_CORNERS) -> Iterator[frozenset[int]]:
         """The choices that are best for some price of a byte. Mixed among many blocks, no others are needed."""
         ends = [self._price(0.0), self._price(float("inf"))]
         stack = [(ends[0], ends[1])]
         yield from (kept for end in ends if end is not None for kept in [end[0]])
-        for _ in range(_MOST_CORNERS):
+        for _ in range(most):
             if not stack:
                 return
             left, right = stack.pop(0)
