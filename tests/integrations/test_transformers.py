@@ -38,6 +38,29 @@ def test_enable_takes_the_place_of_the_own_switch() -> None:
         assert all(map(torch.equal, gradients(model), expected))
 
 
+def test_layers_that_the_own_switch_recomputes_beside_the_blocks_are_regions_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        conv_dim=(16, 16),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 4),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        layerdrop=0.0,
+    )
+    with recollect.apply(transformers.Wav2Vec2Model(config)) as handle:
+        names = [place.name for place in handle.places]
+    assert names == [
+        *(f"feature_extractor.conv_layers.{number}" for number in range(2)),
+        *(f"encoder.layers.{number}" for number in range(2)),
+    ]
+
+
 def test_a_budget_is_kept() -> None:
     model = build("llama")
     expected = gradients(model, use_cache=False)

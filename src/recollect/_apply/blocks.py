@@ -5,7 +5,7 @@ outermost such are taken: a decoder layer, not the experts inside it. Stages tha
 other sizes (as in Swin), or each a list of many (as in DenseNet), are passed through to the blocks. A stage beside
 those that repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks, and where
 there are blocks of several products, those of a single one (projections, transitions) are left out: recomputing them
-frees little. Where no list repeats anything, lists of one block are taken, or else siblings of one class under any
+frees little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are taken, or else siblings of one class under any
 module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
@@ -26,6 +26,7 @@ _NORMS = (  # and what libraries make of them, with an activation inside
     nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm,
 )  # fmt: skip
 _PARAMETRIZATIONS = "parametrizations"
+_MARK = "transformers.modeling_layers.GradientCheckpointingLayer"
 _MANY = 4  # of one class in a stage make it one, although each has other sizes: DenseNet's layers grow
 
 
@@ -48,8 +49,24 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     kinds = {type(module) for module in found} - {nn.Sequential}
     found.update(_search(model, parents, lambda children: [child for child in children if type(child) in kinds]))
     found.update(_beside(model, found))
-    large = {module for module in found if _count_products(module) > 1}
-    return [module for module in model.modules() if module in (large or found)]
+    found = {module for module in found if _count_products(module) > 1} or found
+    found.update(_marked(model, found))
+    return [module for module in model.modules() if module in found]
+
+
+def _marked(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
+    """What Transformers' own switch recomputes beside the blocks, such as the convolutions before wav2vec 2.0's.
+
+    The outermost that have no block inside and are in none.
+    """
+    taken = {part for block in found for part in block.modules()}
+    marked: list[nn.Module] = []
+    for module in model.modules():
+        bases = {f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__}
+        if _MARK in bases and module not in taken and found.isdisjoint(module.modules()):
+            marked.append(module)
+            taken.update(module.modules())
+    return marked
 
 
 def _beside(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:

@@ -43,4 +43,4 @@ class LooseTensors(DispatchMode):
 
 
 def _is_loose(tensor: Tensor) -> bool:
-    return not tensor.is_cpu and not is_fake(tensor)
+    return not is_fake(tensor) and not tensor.is_cpu  # where a fake is, is an operator to all modes
