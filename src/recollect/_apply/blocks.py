@@ -5,8 +5,8 @@ outermost such are taken: a decoder layer, not the experts inside it. Stages tha
 other sizes (as in Swin), or each a list of many (as in DenseNet), are passed through to the blocks. A stage beside
 those that repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks, and where
 there are blocks of several products, those of a single one (projections, transitions) are left out: recomputing them
-frees little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are taken, or else siblings of one class under any
-module (a U-Net written as ``down1``, ``down2``, ...).
+frees little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are
+taken, or else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
