@@ -1,6 +1,4 @@
 import functools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,20 +202,6 @@ def test_ours_and_those_of_torch_go_into_one_graph() -> None:
     found = step(compiled(both, seen.backend))
     assert same(found, step(lambda x, y: body(body(body(body(x, y), y), y), y)))
     assert seen.count(aten.mm.default) == 16 + 2 + 2
-
-
-@pytest.mark.parametrize("first", ["torch._dynamo", "recollect.compat.higher_order"])
-def test_the_first_call_of_a_process_is_captured_in_either_order_of_import(first: str) -> None:
-    code = f"""
-import {first}
-import torch
-from recollect.compat.higher_order import tag_activation_checkpoint
-x = torch.ones(2, requires_grad=True)
-fn = torch.compile(lambda x: tag_activation_checkpoint(torch.sin, x), backend="aot_eager", fullgraph=True)
-fn(x).sum().backward()
-assert torch.equal(x.grad, x.cos())
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 # In a graph.

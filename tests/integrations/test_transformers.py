@@ -1,7 +1,7 @@
 """`enable` and the callback, with the real packages: Transformers, its Trainer and PEFT."""
 
 import copy
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,22 +201,16 @@ def test_a_stream_of_data_needs_a_batch_for_a_budget(tmp_path: Path) -> None:
     train(model, tmp_path, [RecollectCallback(budget="min", inputs=batch("gpt2"))], Stream())
 
 
-def test_without_the_package_the_error_says_what_to_install() -> None:
-    names = ("transformers", "lightning", "accelerate")
-    code = f"""
-import importlib, sys
-for name in {names}:
-    sys.modules[name] = sys.modules[name + ".hooks"] = None
-for name in {names}:
-    try:
-        importlib.import_module("recollect.integrations." + name)
-    except ImportError as error:
-        print(error)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for name, said in zip(names, found.stdout.splitlines(), strict=True):
-        assert f"recollect.integrations.{name} needs {name}, which cannot be imported" in said
-        assert f'Run: pip install "recollect[{name}]"' in said
+@pytest.mark.parametrize("name", ["transformers", "lightning", "accelerate"])
+def test_without_the_package_the_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = f"recollect.integrations.{name}"
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    for missing in (name, f"{name}.hooks"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module(ours)
+    assert f"{ours} needs {name}, which cannot be imported" in str(raised.value)
+    assert f'Run: pip install "recollect[{name}]"' in str(raised.value)
 
 
 def test_a_copy_of_an_enabled_model_trains_too() -> None:

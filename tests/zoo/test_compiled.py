@@ -90,20 +90,28 @@ SELDOM = ("qwen3", "llama", "gemma3", "t5", "convnext")
 def test_regions_and_plans_come_before_or_after_compilation(name: str, order: str) -> None:
     pytest.importorskip("scipy")
     kind = ZOO[name]
-    model, plain, other = (without_the_last(kind, make(kind)) for make in (build, build_plain, build_plain))
-    compiled = block_by_block(plain) if "blocks" in order else as_a_whole(plain)
-    expected = take_step(kind, plain, compiled, seed=0)
-    torch._dynamo.reset()
-    switched = block_by_block(other) if "blocks" in order else as_a_whole(other)
-    switch_torchs_on(kind, other)
-    theirs = _count_graphs(kind, other, switched)
-    torch._dynamo.reset()
+    model = without_the_last(kind, build(kind))
+    expected, theirs = compiled_without_us(name, block_by_block if "blocks" in order else as_a_whole)
     call = ORDERS[order](model, kind)
     assert _count_graphs(kind, model, call) <= theirs
     found = take_step(kind, model, call, seed=0)
     for what, value in expected.items():
         if what != "random state":
             torch.testing.assert_close(found[what], value, msg=functools.partial("{}: {}".format, what))
+
+
+@functools.cache
+def compiled_without_us(name: str, compile_: Callable[[Any], Any]) -> tuple[dict[str, Any], int]:
+    """A step of the plain model, compiled, and how many graphs torch's switch makes of it."""
+    kind = ZOO[name]
+    plain, other = (without_the_last(kind, build_plain(kind)) for _ in range(2))
+    expected = take_step(kind, plain, compile_(plain), seed=0)
+    torch._dynamo.reset()
+    switched = compile_(other)
+    switch_torchs_on(kind, other)
+    graphs = _count_graphs(kind, other, switched)
+    torch._dynamo.reset()
+    return expected, graphs
 
 
 def _count_graphs(kind: Kind, model: Any, call: Any) -> int:
