@@ -91,7 +91,7 @@ def main(about: str, choices: Mapping[str, Choice], *, skipped: Sequence[str] = 
 
     torch.set_num_threads(1)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    rounds, repeats = (3, 5) if options.quick else (15, 20) if device.type == "cpu" else (6, 10)
+    rounds, repeats = (3, 5) if options.quick else (15, 20) if device.type == "cpu" else (20, 3)
     setting = Setting(
         device=device,
         rounds=rounds,
