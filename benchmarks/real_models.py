@@ -189,7 +189,7 @@ def _said(size: Size) -> str:
 
 def shorter(setting: Setting) -> Setting:
     """Fewer of the long steps, so that all models take minutes."""
-    return replace(setting, rounds=min(setting.rounds, 4), repeats=min(setting.repeats, 5))
+    return replace(setting, rounds=min(setting.rounds, 7), repeats=min(setting.repeats, 3))
 
 
 def sized(name: str, setting: Setting, size: Size | None = None) -> Size:
