@@ -21,6 +21,7 @@ from recollect._offload.accounts import Accounts
 from recollect._offload.compression import Compression
 from recollect._offload.departures import Departures
 from recollect._offload.learning import SessionOptions
+from recollect._offload.parcels import Parcel
 from recollect._offload.returns import Returns
 from recollect._offload.session import Session
 from recollect._offload.streams import Batch, Clock, DeviceLanes, HostClock
@@ -75,7 +76,7 @@ class HostCost:
     @property
     def own_us(self) -> float:
         """Without the copies."""
-        return self.parts["pack"] + self.parts["unpack"] - self.copies_us
+        return self.parts["pack"] + self.parts["unpack"] + self.parts["gone"] - self.copies_us
 
 
 def make_session(device: torch.device) -> Session:
@@ -169,6 +170,7 @@ def measure_host(device: torch.device) -> HostCost:
     parts["unpack"] = time_calls(session, ("unpack",), session, device)
     for name, (owner, names) in list(PARTS.items())[2:]:
         parts[name] = time_calls(owner, names, session, device)
+    parts["gone"] = time_calls(Parcel, ("__del__",), session, device)
     lanes: type = NullLanes if device.type == "cpu" else DeviceLanes
     parts["in both: lanes, events and copies"] = time_calls(lanes, ("copy_out", "copy_back", "hold"), session, device)
     return HostCost(parts=parts, copies_us=time_copies(device), values=session.report().values)

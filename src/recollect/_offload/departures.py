@@ -23,10 +23,21 @@ class Departures:
     Attributes:
         pending: small values, which are sent together, and values without history, which are sent once the operator of
             that sequence number has run.
+        is_due: whether that is worth a copy by now.
         waiting: values that are sent once nobody else holds them.
     """
 
-    __slots__ = ("_begun", "_in_flight", "_pending_bytes", "_together", "_transfers", "_waits", "pending", "waiting")
+    __slots__ = (
+        "_begun",
+        "_in_flight",
+        "_pending_bytes",
+        "_together",
+        "_transfers",
+        "_waits",
+        "is_due",
+        "pending",
+        "waiting",
+    )
 
     def __init__(self, options: SessionOptions, transfers: Transfers) -> None:
         self._in_flight, self._waits, self._transfers = options.in_flight, options.waits, transfers
@@ -34,6 +45,7 @@ class Departures:
         self._begun = 0  # copies, when the last value was seen
         self.pending: deque[tuple[ref[Parcel], int | None]] = deque()
         self._pending_bytes = 0
+        self.is_due = False
         self.waiting: list[ref[Parcel]] = []
 
     def begin(self, step: Step, parcel: Parcel, sequence: int | None) -> None:
@@ -50,6 +62,7 @@ class Departures:
             else:
                 self.pending.append((step.parcels[number], sequence))
                 self._pending_bytes += size
+                self.is_due = self._pending_bytes >= self._together
         else:
             parcel.stays = True
             self._transfers.accounts.stayed_bytes += parcel.kind.size
@@ -71,7 +84,7 @@ class Departures:
         Args:
             sequence: that operator's number; None to have it asked for if it is needed.
         """
-        if self._pending_bytes >= self._together:
+        if self.is_due:
             self._send(self._take_pending(next_sequence() if sequence is None else sequence))
         if self.waiting:
             self._send_unheld()
@@ -95,6 +108,7 @@ class Departures:
             else:
                 ready.append(parcel)
         self._pending_bytes = sum(parcel.kind.size for one, _ in pending if (parcel := one()) is not None)
+        self.is_due = self._pending_bytes >= self._together
         return ready
 
     def _send_unheld(self) -> None:

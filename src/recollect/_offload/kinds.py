@@ -77,7 +77,7 @@ class Kind:
             guard is not None
             and guard(tensor)
             and storage.nbytes() == self.total
-            and tensor.storage_offset() == self.offset
+            and (self.is_dense or tensor.storage_offset() == self.offset)  # one that fills its storage begins with it
         )
 
     def note(self, tensor: Tensor) -> None:

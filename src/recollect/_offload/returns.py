@@ -34,12 +34,16 @@ class Returns:
         """A saved tensor is asked for."""
         running = current_pass()
         if parcel.pass_id != running:
-            if running not in (self._pass_id, _NO_PASS):
-                self.drop()  # of a pass that failed, which does not say so
-                self._pass_id = running
-                when_pass_ends(self._end_pass)
+            if running != self._pass_id:
+                self._begin_pass(running)
             parcel.pass_id, parcel.asked = running, parcel.users
             self._steps.add(parcel.step)
+
+    def _begin_pass(self, running: int) -> None:
+        if running != _NO_PASS:
+            self.drop()  # of a pass that failed, which does not say so
+            self._pass_id = running
+            when_pass_ends(self._end_pass)
 
     def fetch_with(self, parcel: Parcel) -> None:
         """Begin the way back of a value, and of what will be asked for next."""

@@ -166,7 +166,7 @@ class Session:
     def _take_in(self, tensor: Tensor, storage: torch.UntypedStorage, is_constant: bool) -> Any:  # noqa: FBT001
         departures = self._departures
         sequence = next_sequence() if is_constant else None
-        if departures.pending or departures.waiting:
+        if departures.is_due or departures.waiting:
             departures.flush(sequence)
         known = self._known.get(id(storage))
         parcel = None if known is None else known()
@@ -242,7 +242,8 @@ class Session:
         returns.note_asked(parcel)
         if not parcel.is_used:
             parcel.is_used = True
-            self._note_used(parcel)
+            if step.accounts.measures or not step.has_backward:
+                self._note_used(parcel)
         if step.leaving:
             departures.release_done(step)
         returns.fetch_with(parcel)
