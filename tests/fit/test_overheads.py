@@ -1,7 +1,7 @@
 """What regions cost the host is measured where plans are made, and leaves nothing behind."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +10,13 @@ from torch import nn
 
 import recollect
 import recollect._fit.overheads as measuring
+from recollect._core.authors import Role
 from recollect._fit.overheads import _FARTHEST, measure_overheads
 from recollect._fit.work import work_for
 from recollect._plan.overheads import USUAL
+from recollect._plan.problem import Problem
+from recollect._plan.rehearse import Treatment, find_recomputed
+from recollect._plan.ways import find_held_for
 from recollect._selective.knowledge import all_knowledge
 
 pytest.importorskip("scipy")
@@ -23,7 +27,9 @@ def test_each_way_has_a_price_of_its_own_that_is_near_the_usual_one() -> None:
     found = measure_overheads()
     assert found.keys() == USUAL.keys()
     for way, one in found.items():  # however slow the machine
-        assert USUAL[way].region_s / _FARTHEST <= one.region_s <= USUAL[way].region_s * _FARTHEST
+        usual = USUAL[way]
+        assert usual.forward_s(30, 2) / _FARTHEST <= one.forward_s(30, 2) <= usual.forward_s(30, 2) * _FARTHEST
+        assert one.backward_s(30, 20, 2) <= usual.backward_s(30, 20, 2) * _FARTHEST
     assert found["replay"] != USUAL["replay"]
     assert set(all_knowledge()) <= set(known)  # of functions that are gone nothing is known any more
 
@@ -56,10 +62,28 @@ def test_measuring_warns_of_nothing_where_backward_has_a_thread_of_its_own(monke
 def test_regions_are_measured_as_plans_have_them_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool | None] = []
 
-    def watched(step: Callable[..., Any], *, policy: Any) -> Callable[..., Any]:
-        seen.append(None if policy is None else policy.replays)
-        return step
+    def watched(model: nn.Module, rules: dict[str, Any]) -> AbstractContextManager[None]:
+        [policy] = rules.values()
+        assert isinstance(model[0], nn.Sequential)  # type: ignore[index]
+        seen.append(None if policy == "full" else policy.replays)
+        return nullcontext()
 
-    monkeypatch.setattr(measuring, "checkpoint", watched)
+    monkeypatch.setattr(measuring, "apply", watched)
     measure_overheads()
     assert list(dict.fromkeys(seen)) == [None, False, True]
+
+
+@pytest.mark.parametrize(("size", "kept", "again"), [(1, 1, 6), (3, 1, 22), (3, 4, 6)])
+def test_the_calls_are_as_many_as_are_counted(
+    size: int, kept: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "__recollect_role__", Role.PROGRAM, raising=False)
+    ops = (measuring._NORMS, *measuring._OTHERS)[:kept]
+    model = nn.Sequential(nn.Sequential(*(measuring._Layer(0.0) for _ in range(size))))
+    problem = Problem(recollect.profile(model, torch.ones(1, 4, 8, requires_grad=True)))
+    [run] = problem.runs_of("0")
+    assert problem.count_torch_calls(range(run.first, run.stop)) == size * measuring._CALLS
+    calls = {number for number in range(run.first, run.stop) if problem.calls[number].op in ops}
+    way, held = find_held_for(problem, run, calls)
+    made = find_recomputed(problem, run, Treatment(way=way, kept=held))
+    assert problem.count_torch_calls(call for _, some in made for call in some) == again

@@ -113,7 +113,7 @@ class OpCall:
         source: the line of the user's code, as ``"model.py:41"``.
         flops: floating-point operations.
         seconds: what it adds to the step; None if nobody measured or estimated it. Host and device work side by side:
-            it is the time of the one that is busy for longer over the whole step.
+            it is its part of the time of the one that is busy for longer, as a share of the whole step.
         device_s: how long the device runs it.
         host_s: how long the host takes to come to it and to launch it; None where the host runs it itself.
         workspace_bytes: memory that it takes and gives back while it runs.

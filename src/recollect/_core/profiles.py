@@ -218,7 +218,7 @@ class Profile:
     def host_s(self) -> float | None:
         """How long the host is busy launching; None if nobody measured or estimated it, or it runs the step itself.
 
-        The larger of this and `device_s` is what the step takes: `step_s`.
+        The step takes as long as the larger of this and `device_s`, and longer where one waits for the other: `step_s`.
         """
         return _sum_known(call.host_s for call in self.calls)
 

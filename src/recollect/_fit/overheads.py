@@ -1,27 +1,79 @@
-"""Measures what regions cost the host where a plan is made, in some tenths of a second: small models wait for it."""
+"""Measures what regions cost the host where a plan is made, in some tenths of a second: small models wait for it.
+
+What a call of torch costs in a region depends on what it is given and what it saves. So the calls are those of a block
+of a transformer, the most usual ones, on tensors so small that nothing but the host counts.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from recollect._apply.function import checkpoint
+from recollect._apply.model import apply
 from recollect._core.decisions import Decision
 from recollect._core.plans import Choice, Plan
 from recollect._plan.overheads import USUAL, Overhead
+from recollect._policy.base import Policy
 from recollect._policy.by_plan import ByPlan
 from recollect._selective.knowledge import learning_apart
 
-_KEPT = Plan(choices=(Choice(decision=Decision.SAVE, op="aten.cos.default"),))
-_SIZES = (8, 40)  # calls of torch: two tell what a region costs from what a call does
-_WARM, _REPEATS = 4, 7
+_SIZES = (1, 3)  # layers in a region: two sizes tell what a region costs from what its calls do
+_CALLS, _DRAWS = 19, 3  # of torch, in a layer; attention counts as drawing where something else draws
+_WIDTH, _TOKENS = 8, 4
+_DROPOUT = 0.1
+_WARM, _ROUNDS, _REPEATS = 4, 4, 3
+_WAYS = ("plain", "rerun", "serve", "replay")
+_FEWER, _DRAWING, _PLAIN_DRAWING = "replay of fewer calls", "replay that draws", "plain that draws"
 _FARTHEST = 16.0  # from what is usual: beyond that it was not the region that took so long
-Step = Callable[[Tensor], Tensor]
-Times = list[tuple[float, float]]
+_NORMS, _OTHERS = "aten.native_layer_norm.default", ("aten.addmm.default", "aten.mm.default", "aten.add.Tensor")
+_AGAIN, _AGAIN_FEWER = (6, 22), 6
+"""How many calls, views apart, are made again: for each size if norms are kept, for the larger if others are, too."""
+
+
+class _Layer(nn.Module):
+    """A layer of a transformer of one head: `_CALLS` calls of torch, and with dropout one more for each that draws."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (1, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self._drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self._drop(self.down(functional.gelu(self.up(self.norm2(x)))))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.dropout) if self.dropout else x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """What the host takes for a step, at the least.
+
+    Attributes:
+        forward_s: for its forward.
+        backward_s: for its backward.
+    """
+
+    forward_s: float
+    backward_s: float
+
+    def __sub__(self, other: _Times) -> _Times:
+        return _Times(forward_s=self.forward_s - other.forward_s, backward_s=self.backward_s - other.backward_s)
+
+
+Timed = Mapping[tuple[str, int], _Times]
+"""The steps, by what becomes of their region and by its size."""
 
 
 def measure_overheads(device: str = "cpu", *, is_autocast: bool = False) -> dict[str, Overhead]:
@@ -31,72 +83,110 @@ def measure_overheads(device: str = "cpu", *, is_autocast: bool = False) -> dict
         device: where the step runs: its generators and its thread for backward take part.
         is_autocast: whether it runs under autocast, which regions then restore.
     """
-    found = dict(USUAL)
-    bench = _Bench(device, is_autocast=is_autocast)
     devices = [torch.cuda.current_device()] if device == "cuda" else []
     with learning_apart(), torch.enable_grad(), torch.random.fork_rng(devices):
-        plain = [bench.time(_make_step(size)) for size in _SIZES]
-        for way in ("rerun", "serve", "replay"):
-            # As a plan has it. Any other policy would not replay on an accelerator what is so small.
-            policy = None if way == "rerun" else ByPlan(_KEPT, "that is measured", way)
-            steps = (_make_step(size) for size in _SIZES)
-            found[way] = _tell_apart(USUAL[way], plain, [bench.time(checkpoint(step, policy=policy)) for step in steps])
-            if way == "replay":
-                drawn = [bench.time(_make_step(size, draws=True)) for size in _SIZES]
-                steps = (_make_step(size, draws=True) for size in _SIZES)
-                with_draws = _tell_apart(
-                    USUAL[way], drawn, [bench.time(checkpoint(step, policy=policy)) for step in steps]
-                )
-                more_s = with_draws.forward_s + with_draws.again_s - found[way].forward_s - found[way].again_s
-                found[way] = replace(found[way], random_s=max(0.0, more_s))
-    return found
+        times = _time_all(device, is_autocast=is_autocast)
+    return {
+        **USUAL,
+        "rerun": _tell_apart(USUAL["rerun"], times, "rerun", again=[size * _CALLS for size in _SIZES]),
+        "serve": _tell_apart(USUAL["serve"], times, "serve", again=[size * _CALLS for size in _SIZES]),
+        "replay": _read_replay(times),
+    }
 
 
-def _make_step(size: int, *, draws: bool = False) -> Step:
-    def step(x: Tensor) -> Tensor:
-        x = torch.cos(x)
-        for _ in range(size):
-            x = torch.dropout(x, 0.5, True) if draws else torch.sin(x)  # noqa: FBT003
-        return x
+def _time_all(device: str, *, is_autocast: bool) -> dict[tuple[str, int], _Times]:
+    """Steps of one region each, by what becomes of it and its size. They take turns: a machine has slow moments."""
+    whats: dict[str, tuple[Policy | str | None, float]] = {
+        "plain": (None, 0.0),
+        "rerun": ("full", 0.0),
+        "serve": (_keep("serve", _NORMS), 0.0),
+        "replay": (_keep("replay", _NORMS), 0.0),
+        _FEWER: (_keep("replay", _NORMS, *_OTHERS), 0.0),
+        _PLAIN_DRAWING: (None, _DROPOUT),
+        _DRAWING: (_keep("replay", _NORMS), _DROPOUT),
+    }
+    found: dict[tuple[str, int], list[_Times]] = {}
+    models: dict[tuple[str, int], nn.Module] = {}
+    with ExitStack() as stack:
+        for name, (what, dropout) in whats.items():
+            for size in _SIZES if name in _WAYS else _SIZES[1:]:
+                layers = (_Layer(dropout) for _ in range(size))
+                model = models[name, size] = nn.Sequential(nn.Sequential(*layers)).to(device)
+                if what is not None:
+                    stack.enter_context(apply(model, {"0": what}))
+                for _ in range(_WARM):
+                    _time_once(model, device, is_autocast=is_autocast)
+        for _ in range(_ROUNDS):
+            for key, one in models.items():
+                times = (_time_once(one, device, is_autocast=is_autocast) for _ in range(_REPEATS))
+                found.setdefault(key, []).extend(times)
+    return {
+        key: _Times(forward_s=min(one.forward_s for one in times), backward_s=min(one.backward_s for one in times))
+        for key, times in found.items()
+    }
 
-    return step
+
+def _keep(way: str, *ops: str) -> Policy:
+    """A policy as plans have it. Any other would not replay on an accelerator what is so small."""
+    return ByPlan(Plan(choices=tuple(Choice(decision=Decision.SAVE, op=op) for op in ops)), f"to {way}", way)
 
 
-class _Bench:
-    """Times steps on one device."""
-
-    def __init__(self, device: str, *, is_autocast: bool) -> None:
-        self._device, self._is_autocast = device, is_autocast
-
-    def time(self, step: Step) -> tuple[float, float]:
-        """The host's shortest forward and its shortest backward."""
-        forward_s, backward_s = [], []
-        x = torch.ones(4, device=self._device, requires_grad=True)
-        seed = torch.ones(4, device=self._device)
-        for number in range(_WARM + _REPEATS):
-            started = time.perf_counter()
-            with torch.autocast(self._device, torch.bfloat16, enabled=self._is_autocast):
-                made = step(x)
-            between = time.perf_counter()
-            torch.autograd.grad(made, x, seed)
-            if number >= _WARM:
-                forward_s.append(between - started)
-                backward_s.append(time.perf_counter() - between)
-        return min(forward_s), min(backward_s)
+def _time_once(model: nn.Module, device: str, *, is_autocast: bool) -> _Times:
+    x = torch.ones(1, _TOKENS, _WIDTH, device=device, requires_grad=True)
+    seed, wanted = torch.ones_like(x), [x, *model.parameters()]
+    started = time.perf_counter()
+    with torch.autocast(device, torch.bfloat16, enabled=is_autocast):
+        made = model(x)
+    between = time.perf_counter()
+    torch.autograd.grad(made, wanted, seed)
+    return _Times(forward_s=between - started, backward_s=time.perf_counter() - between)
 
 
-def _tell_apart(usual: Overhead, plain: Times, regions: Times) -> Overhead:
-    """What regions took beyond the plain steps, and beyond making their calls again, by region and by call."""
-    forward = [region[0] - own[0] for region, own in zip(regions, plain, strict=True)]
-    again = [region[1] - own[1] - own[0] for region, own in zip(regions, plain, strict=True)]
-    between = _SIZES[1] - _SIZES[0]
-    forward_s, again_s = (forward[1] - forward[0]) / between, (again[1] - again[0]) / between
-    region_s = forward[0] + again[0] - _SIZES[0] * (forward_s + again_s)
+def _tell_apart(usual: Overhead, times: Timed, way: str, *, again: Sequence[int]) -> Overhead:
+    """What regions take beyond the plain steps, and beyond making calls again, by region and by call.
+
+    Args:
+        usual: what is usual.
+        times: of all steps.
+        way: of the regions.
+        again: for each size, how many calls they make again.
+    """
+    small, large = (
+        replace(more, backward_s=more.backward_s - plain.forward_s * made / (size * _CALLS))
+        for size, made in zip(_SIZES, again, strict=True)
+        for plain in [times["plain", size]]
+        for more in [times[way, size] - plain]
+    )
+    first, last = (size * _CALLS for size in _SIZES)
+    forward_s = (large.forward_s - small.forward_s) / (last - first)
+    backward_s = (large.backward_s - small.backward_s) / (last - first)
     return replace(
         usual,
-        region_s=_limit(region_s, usual.region_s),
-        forward_s=_limit(forward_s, usual.forward_s),
-        again_s=_limit(again_s, usual.again_s),
+        region_forward_s=_limit(small.forward_s - first * forward_s, usual.region_forward_s),
+        call_forward_s=_limit(forward_s, usual.call_forward_s),
+        region_backward_s=_limit(small.backward_s - first * backward_s, usual.region_backward_s),
+        call_backward_s=_limit(backward_s, usual.call_backward_s),
+    )
+
+
+def _read_replay(times: Timed) -> Overhead:
+    """Likewise for replay, where calls that are made again are told from those that are not, and those that draw."""
+    usual, size = USUAL["replay"], _SIZES[1]
+    found = _tell_apart(usual, times, "replay", again=_AGAIN)
+    plain, plain_drawing = times["plain", size], times[_PLAIN_DRAWING, size]
+    most, drawing = times["replay", size] - plain, times[_DRAWING, size] - plain_drawing
+    own_s = plain.forward_s / (size * _CALLS)
+    more_s = (most - (times[_FEWER, size] - plain)).backward_s
+    again_s = _limit(more_s / (_AGAIN[1] - _AGAIN_FEWER) - own_s, usual.again_s)
+    share = _AGAIN[1] / (size * _CALLS)
+    again_s = min(again_s, found.call_backward_s / share)
+    drawn_s = drawing.backward_s - most.backward_s - (plain_drawing.forward_s - plain.forward_s)
+    return replace(
+        found,
+        call_backward_s=found.call_backward_s - again_s * share,
+        again_s=again_s,
+        random_forward_s=_limit((drawing - most).forward_s / (size * _DRAWS), usual.random_forward_s),
+        random_again_s=_limit(drawn_s / (size * _DRAWS), usual.random_again_s),
     )
 
 

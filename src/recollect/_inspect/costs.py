@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from recollect._core.calls import OpCall, Phase, Storage
+from recollect._core.queues import find_joins
 from recollect._inspect.plain import PlainTimes
 from recollect._profile.attribution import Cost, attribute, choose_seconds
 
@@ -36,8 +37,9 @@ def cost_calls(
     from recollect._profile.dry.roofline import estimate_host_s, estimate_s, find_host_costs  # brings much along
 
     matmul = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    joins = set(find_joins(call.op for call in calls))
     costs = []
-    for call in calls:
+    for number, call in enumerate(calls):
         device_s, host_s = call.device_s, call.host_s
         if device_s is None:
             if device is None:
@@ -45,7 +47,15 @@ def cost_calls(
             device_s = estimate_s(call, device, storages, float32_matmul=matmul)
             host_costs = host_costs or find_host_costs(device)
             host_s = estimate_host_s(call, host_costs)
-        costs.append(Cost(device_s=device_s, host_s=host_s, is_optimizer=call.phase is Phase.OPTIMIZER))
+        costs.append(
+            Cost(
+                device_s=device_s,
+                host_s=host_s,
+                is_forward=call.phase is Phase.FORWARD,
+                is_optimizer=call.phase is Phase.OPTIMIZER,
+                is_read=number in joins,
+            )
+        )
     if plain is not None:
         costs = attribute(costs, plain.body, plain.optimizer, is_apart=plain.is_apart)
     return [

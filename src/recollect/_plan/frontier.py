@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from recollect._plan.options import Option
+from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem
 from recollect._plan.recipes import Recipe, list_recipes
 from recollect._plan.rehearse import rehearse
@@ -32,6 +33,7 @@ class Point:
         step_s: how long the step takes.
         peak_call: the call of the profile at which the peak is.
         name: what made it: a solver, or a standard policy.
+        pace: what the step waits for.
     """
 
     choice: tuple[tuple[Segment, Option], ...]
@@ -39,6 +41,7 @@ class Point:
     step_s: float
     peak_call: int
     name: str
+    pace: Pace = Pace.HOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +87,22 @@ def find_frontier(
     search.judge("plain", ())
     chains = find_chains(problem)
     search.expected = len(chains) * _EXPECTED
-    plain = rehearse(problem, [])
-    for number, chain in enumerate(chains):
-        if number and all(can_replay(problem, segment.runs[0]) for segment in chains[0]):
-            break  # whatever parts of blocks can be made to do, replay of the block does
-        for name, choice in candidates(chain) if candidates is not None else ():
+    if all(can_replay(problem, segment.runs[0]) for chain in chains[:1] for segment in chain):
+        chains = chains[:1]  # whatever parts of blocks can be made to do, replay of the block does
+    for chain in chains if candidates is not None else ():
+        for name, choice in candidates(chain):
             search.judge(name, choice)
-        for recipe in list_recipes(problem, chain, plain):
-            search.solve((recipe, wanted) for wanted in recipe.budgets)
+    pace, tried = problem.prices.pace, set[Pace]()
+    try:
+        while wanted := search.find_paces().difference(tried):
+            problem.prices.pace = min(wanted, key=list(Pace).index)
+            tried.add(problem.prices.pace)
+            plain = rehearse(problem, [])
+            for chain in chains:
+                for recipe in list_recipes(problem, chain, plain):
+                    search.solve((recipe, budget) for budget in recipe.budgets)
+    finally:
+        problem.prices.pace = pace
     for _ in range(_REFINEMENTS):
         search.solve(list(search.find_between()))
     return Frontier(points=_without_worse(search.judged), candidates=tuple(search.judged))
@@ -122,6 +133,7 @@ class _Search:
             step_s=found.step_s if treated else problem.plain_s,
             peak_call=found.peak_call,
             name=name,
+            pace=found.pace,
         )
         self.judged.append(point)
         if self._progress is not None:
@@ -134,6 +146,10 @@ class _Search:
             point = self.judge("planned", recipe.choose(wanted))
             if point is not None:
                 self._recipes[id(point)] = (recipe, wanted)
+
+    def find_paces(self) -> set[Pace]:
+        """The paces of what is on the frontier: candidates are to be made for these."""
+        return {point.pace for point in _without_worse(self.judged)}
 
     def find_between(self) -> Iterator[tuple[Recipe, int]]:
         """What to try where two neighbours of the frontier are far apart: what made the two, for the bytes between."""

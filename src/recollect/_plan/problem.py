@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from recollect._core.profiles import Profile
 from recollect._plan.journeys import LEAST_BYTES
 from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
+from recollect._plan.prices import Prices
 
 _CAST, _COPY, _HALVES = "aten._to_copy.default", "aten.clone.default", ("bfloat16", "float16")
 
@@ -75,12 +75,9 @@ class Problem:
             again without the rest of it.
         casts: these, and all others that cast as autocast does; nobody keeps what they give.
         cached: the storages of parameters that autocast has cast, and keeps until it is over: to the end of forward.
+        prices: what its calls cost.
         seconds: what each call adds to the step, as those that do the same do.
-        device_s: likewise, what the device takes for it.
-        host_s: likewise, what the host takes to launch it; 0 where the host runs the step itself.
         plain_s: what the plain step took.
-        busy_s: how long the device and the host are busy in it; None if the host runs the step itself.
-        is_host_bound: whether the host's time is the step's: what it does for regions counts in full.
         released: for each forward call the backward call at whose start what it saved is gone.
         derived: what solvers have found for parts of it, by their own keys: it holds for all parts that are the same.
 
@@ -99,13 +96,9 @@ class Problem:
         self.forward_count = profile.forward_count
         paths = {module.path for module in profile.modules}
         self.leaves = paths.difference(path.rpartition(".")[0] for path in paths)
-        self.seconds = _smooth(self.calls, [call.seconds for call in self.calls])
-        self.device_s = _smooth(self.calls, [call.device_s for call in self.calls])
-        self.host_s = _smooth(self.calls, [call.host_s for call in self.calls])
+        self.prices = Prices(profile)
+        self.seconds = self.prices.seconds
         self.plain_s = self.plain.step_s or 0.0
-        host_s, device_s = profile.host_s, profile.device_s
-        self.busy_s = None if host_s is None or device_s is None else (device_s, host_s)
-        self.is_host_bound = host_s is None or device_s is None or host_s >= device_s
         self.reads = [call.reads for call in self.calls]
         self.makes: list[tuple[int, ...]] = [()] * len(self.calls)
         for call, made in itertools.groupby(profile.made(), key=lambda one: one.call):
@@ -338,19 +331,6 @@ class Problem:
                 storage for number in range(first, last_needed) for storage in self.reads[number]
             ).difference(makes),
         )
-
-
-def _smooth(calls: Sequence[OpCall], seconds: Sequence[float | None]) -> list[float]:
-    """For each call the median time of those that do the same: a single one may have been held up by anything."""
-    alike: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
-    keys = [
-        (call.op, *((value.shape, value.dtype) for value in call.inputs), *(value.shape for value in call.outputs))
-        for call in calls
-    ]
-    for key, one in zip(keys, seconds, strict=True):
-        alike[key].append(one or 0.0)
-    medians = {key: statistics.median(times) for key, times in alike.items()}
-    return [medians[key] for key in keys]
 
 
 def _site_within(call: OpCall, path: str, nth: int, output: int) -> Site:

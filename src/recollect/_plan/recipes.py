@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from recollect._plan.journeys import IN_FLIGHT_BYTES
 from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
+from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, Treatment, Way, find_held, find_sent
 from recollect._plan.segments import Segment, find_parts
@@ -155,11 +156,12 @@ def _combine_parts(problem: Problem, segment: Segment, plain: Rehearsal) -> Iter
 
 
 def find_options(problem: Problem, segment: Segment) -> list[Option]:
-    """What can be done with a segment: nothing, running it again, and keeping some of it. Found once for each type."""
-    known: dict[int, list[Option]] = problem.derived.setdefault("options", {})
-    if segment.type not in known:
-        known[segment.type] = _search_options(problem, segment.runs[0])
-    return known[segment.type]
+    """What can be done with a segment: nothing, running it again, keeping some of it; once for each type and pace."""
+    known: dict[tuple[int, Pace], list[Option]] = problem.derived.setdefault("options", {})
+    key = (segment.type, problem.prices.pace)
+    if key not in known:
+        known[key] = _search_options(problem, segment.runs[0])
+    return known[key]
 
 
 def _search_options(problem: Problem, run: Run) -> list[Option]:

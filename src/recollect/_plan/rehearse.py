@@ -12,12 +12,13 @@ import bisect
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recollect._plan.journeys import Journey, find_absences
 from recollect._plan.occupancy import Order
+from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem, Run
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Rehearsal:
         calls: the call of each step; forward calls that run again are there twice.
         places: for each call of the profile, the number of its own step.
         again_s: what the calls that run again add to the step, if nothing but them matters.
-        step_s: how long the step takes: the device and the host work side by side, and the slower counts.
+        step_s: how long the step takes: the device and the host work side by side.
+        pace: which of them the other waits for.
     """
 
     bytes_at: Numbers
@@ -70,6 +72,7 @@ class Rehearsal:
     places: list[int]
     again_s: float
     step_s: float
+    pace: Pace
 
     @property
     def peak_bytes(self) -> int:
@@ -141,13 +144,7 @@ class _Stage:
         for index, (_, _, again) in enumerate(found):
             for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
-        self._overhead_s = sum(
-            problem.overheads[treatment.way.value].seconds(
-                problem.count_torch_calls(range(run.first, run.stop)),
-                *_count_again(problem, [call for _, calls in again for call in calls]),
-            )
-            for run, treatment, again in found
-        )
+        self._host_s = [_count_host(problem, *one) for one in found]
         self._order = order = Order(len(problem.calls), inserted)
         self._steps, self._owners = order.calls, order.owners
         self._at, self._before = order.at, order.before
@@ -162,14 +159,15 @@ class _Stage:
                     ends[storage] = self._end_without(run, storage)
         self._follow(ends, copies)
         waits_s = self._send_away(ends, copies)
+        again_s = self._price_again()
+        step_s, pace = self._time(again_s)
         return Rehearsal(
             bytes_at=problem.occupancy.follow(self._order, ends, copies),
             calls=steps,
             places=self._at,
-            again_s=sum(problem.seconds[steps[step]] for step in self._owners)
-            + (self._overhead_s if problem.is_host_bound else 0.0)
-            + waits_s,
-            step_s=self._time() + waits_s,
+            again_s=again_s + waits_s,
+            step_s=step_s + waits_s,
+            pace=pace,
         )
 
     def _send_away(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> float:
@@ -231,14 +229,34 @@ class _Stage:
                     stop=ends.get(storage, self._before[end]),
                 )
 
-    def _time(self) -> float:
-        problem, again = self._problem, [self._steps[step] for step in self._owners]
-        if problem.busy_s is None:
-            return problem.plain_s + sum(problem.seconds[call] for call in again) + self._overhead_s
-        device_s, host_s = problem.busy_s
-        device_s += sum(problem.device_s[call] for call in again)
-        host_s += sum(problem.host_s[call] for call in again) + self._overhead_s
-        return max(problem.plain_s, device_s, host_s)
+    def _price_again(self) -> float:
+        """What calls that run again and regions add at the pace that candidates are made for."""
+        prices = self._problem.prices
+        again_s = sum(prices.again_s(self._steps[step]) for step in self._owners)
+        forward_s = sum(forward for forward, _ in self._host_s) if prices.pace.counts_forward else 0.0
+        return again_s + forward_s + (sum(back for _, back in self._host_s) if prices.pace.counts_backward else 0.0)
+
+    def _time(self, again_s: float) -> tuple[float, Pace]:
+        """How long the step takes, and what sets its pace."""
+        problem, prices = self._problem, self._problem.prices
+        if prices.plain is None:
+            return problem.plain_s + again_s, Pace.HOST
+        if not self._chosen:
+            return problem.plain_s, prices.read_pace(self._steps, prices.plain)
+        found = prices.queue(self._steps, list(self._spread()))
+        return problem.plain_s + max(0.0, found.wall_s - prices.plain.wall_s), prices.read_pace(self._steps, found)
+
+    def _spread(self) -> Iterator[tuple[int, float]]:
+        """The steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
+        again: dict[int, list[int]] = {}
+        for step, index in self._owners.items():
+            again.setdefault(index, []).append(step)
+        for index, (run, _) in enumerate(self._chosen):
+            forward_s, backward_s = self._host_s[index]
+            own = range(self._at[run.first], self._at[run.stop - 1] + 1)
+            yield from ((step, forward_s / len(own)) for step in own)
+            later = again.get(index) or ([] if run.start is None else [self._at[run.start]])
+            yield from ((step, backward_s / len(later)) for step in later)
 
     def _end_without(self, run: Run, storage: int) -> int:
         """The step at which a value is gone that the run does not keep."""
@@ -349,8 +367,23 @@ def _find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
     return next(moments, max(run.end, run.start or 0))
 
 
-def _count_again(problem: Problem, calls: list[int]) -> tuple[int, int]:
-    """How many calls of torch these are, and how many of them draw random numbers."""
-    return problem.count_torch_calls(calls), problem.count_torch_calls(
-        call for call in calls if problem.calls[call].is_random
-    )
+def _count_host(
+    problem: Problem, run: Run, treatment: Treatment, again: list[tuple[int, list[int]]]
+) -> tuple[float, float]:
+    """What the host does for a region beyond its calls, in forward and in backward."""
+    overhead = problem.overheads[treatment.way.value]
+    known: dict[tuple[int, int], tuple[int, int]] = problem.derived.setdefault("calls of torch", {})
+    key = (run.first, run.stop)
+    if key not in known:
+        numbers = range(run.first, run.stop)
+        known[key] = problem.count_torch_calls(numbers), problem.count_torch_calls(_find_draws(problem, numbers))
+    calls, draws = known[key]
+    made = [call for _, some in again for call in some]
+    drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random) if draws else 0
+    return overhead.forward_s(calls, draws), overhead.backward_s(calls, problem.count_torch_calls(made), drawn)
+
+
+def _find_draws(problem: Problem, numbers: Iterable[int]) -> list[int]:
+    """The calls that draw random numbers; attention counts only beside others, for it seldom has dropout alone."""
+    found = [number for number in numbers if problem.calls[number].is_random]
+    return found if any("attention" not in problem.calls[number].op for number in found) else []

@@ -2,8 +2,8 @@
 
 A watched step shows how long the device takes for each operator, and how long the host takes to call it, without what
 the host does in between. The step, run again unwatched, shows how long all of it takes. Here the second is shared out
-by the first. Host and device work side by side, so that the larger of their sums is the step's time, and each call
-costs what it takes of that: on a step that waits for launches, its launch.
+by the first: calls cost the host what makes its time come out, and the device what makes the step's time come out if
+the two work as `recollect._core.queues` says.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from recollect._core.queues import Queued, queue
+
 _WAITS = 1.02
-"""A device works all the time if it is done this much later than the host."""
+"""A device works to the end if it is done this much later than the host."""
+_BETWEEN_FORWARD = 3.0
+"""What the host does before a call of forward, where modules are, as a multiple of what it does before others."""
+_HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +27,16 @@ class Cost:
     Attributes:
         device_s: how long it runs.
         host_s: how long the host takes to come to it and to launch it; None where the host runs it.
+        is_forward: whether it is of forward.
         is_optimizer: whether it is of an optimizer's step.
+        is_read: whether the host waits for what it gives.
     """
 
     device_s: float
     host_s: float | None = None
+    is_forward: bool = False
     is_optimizer: bool = False
+    is_read: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,29 +77,69 @@ def attribute(costs: Sequence[Cost], body: Plain, optimizer: Plain | None, *, is
 
 
 def choose_seconds(costs: Sequence[Cost]) -> list[float]:
-    """What each call adds to the step: of host and device, what it takes of the one that is busy for longer."""
+    """What each call adds to the step: its part of the one, host or device, that is busy for longer.
+
+    Where one waits for the other now and then, the step takes longer than that, and so do the parts.
+    """
     host_s = sum(cost.host_s or 0.0 for cost in costs)
     device_s = sum(cost.device_s for cost in costs)
-    if host_s > device_s:
-        return [cost.host_s or 0.0 for cost in costs]
-    return [cost.device_s for cost in costs]
+    if host_s == 0.0:
+        return [cost.device_s for cost in costs]
+    more = _queue(costs).wall_s / max(host_s, device_s)
+    return [((cost.host_s or 0.0) if host_s > device_s else cost.device_s) * more for cost in costs]
+
+
+def _queue(costs: Sequence[Cost], *, device: float = 1.0, host: float = 1.0) -> Queued:
+    """How long they take together, the device's times and the host's by a factor."""
+    joins = [number for number, cost in enumerate(costs) if cost.is_read]
+    host_s, device_s = [(cost.host_s or 0.0) * host for cost in costs], [cost.device_s * device for cost in costs]
+    return queue(host_s, device_s, joins)
 
 
 def _share(costs: list[Cost], plain: Plain) -> list[Cost]:
+    if all(cost.host_s is None for cost in costs):
+        scale = _scale(sum(cost.device_s for cost in costs), plain.wall_s, len(costs))
+        return [replace(cost, device_s=scale(cost.device_s)) for cost in costs]
+    costs = _share_host(costs, plain)
     device_s = sum(cost.device_s for cost in costs)
-    is_on_host = all(cost.host_s is None for cost in costs)
-    is_busy = is_on_host or plain.wall_s > _WAITS * plain.host_s
-    wanted_s = plain.wall_s if is_busy else min(plain.wall_s, device_s)
-    scale: Callable[[float], float] = _scale(device_s, wanted_s, len(costs))
-    costs = [replace(cost, device_s=scale(cost.device_s)) for cost in costs]
-    if is_on_host:
-        return costs
+    is_busy = plain.wall_s > _WAITS * plain.host_s
+    if not device_s:
+        each_s = plain.wall_s / len(costs) if is_busy else 0.0
+        return [replace(cost, device_s=each_s) for cost in costs]
+    wanted_s = plain.wall_s if is_busy else plain.wall_s * _WAITS
+    factor = _find_factor(lambda factor: _queue(costs, device=factor).wall_s, wanted_s, wanted_s / device_s)
+    if not is_busy:  # then any time does that is short enough
+        factor = min(factor, 1.0)
+    return [replace(cost, device_s=cost.device_s * factor) for cost in costs]
+
+
+def _share_host(costs: list[Cost], plain: Plain) -> list[Cost]:
+    """The host's time: calls, and what lies between them. Where it waits for the device, that is no time of calls."""
     called_s = sum(cost.host_s or 0.0 for cost in costs)
     if called_s > plain.host_s:
         shrink = _scale(called_s, plain.host_s, len(costs))
-        return [replace(cost, host_s=shrink(cost.host_s or 0.0)) for cost in costs]
-    between_s = (plain.host_s - called_s) / len(costs)
-    return [replace(cost, host_s=(cost.host_s or 0.0) + between_s) for cost in costs]
+        shared = [replace(cost, host_s=shrink(cost.host_s or 0.0)) for cost in costs]
+    else:
+        parts = [_BETWEEN_FORWARD if cost.is_forward else 1.0 for cost in costs]
+        each_s = (plain.host_s - called_s) / sum(parts)
+        shared = [
+            replace(cost, host_s=(cost.host_s or 0.0) + each_s * part) for cost, part in zip(costs, parts, strict=True)
+        ]
+    if not any(cost.is_read for cost in costs):
+        return shared
+    factor = _find_factor(lambda factor: _queue(shared, host=factor).host_s, plain.host_s, 1.0)
+    return [replace(cost, host_s=(cost.host_s or 0.0) * factor) for cost in shared]
+
+
+def _find_factor(measure: Callable[[float], float], wanted_s: float, most: float) -> float:
+    """The largest factor, up to one at which it is too large, with which a time that grows with it is not too long."""
+    low, high = 0.0, most
+    if measure(high) <= wanted_s:
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if measure(middle) <= wanted_s else (low, middle)
+    return low
 
 
 def _scale(now_s: float, wanted_s: float, count: int) -> Callable[[float], float]:

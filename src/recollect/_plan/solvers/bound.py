@@ -27,11 +27,14 @@ class Bound:
         """The least time of the step; None if it cannot be told."""
         if not self._programs:
             return None
-        plain = self._problem.plain_s
+        plain, prices = self._problem.plain_s, self._problem.prices
         if budget_bytes >= self._problem.profile.peak_bytes:
             return plain
         least = [program.least_s(max(0, budget_bytes - fixed)) for program, fixed in self._programs]
-        return plain + max((again for again in least if again is not None), default=0.0)
+        again = max((again for again in least if again is not None), default=0.0)
+        if prices.plain is not None and prices.pace.counts_backward:  # what the device does last, it does once
+            return max(plain, plain - (prices.plain.wall_s - prices.plain.host_s) + again)
+        return plain + again
 
 
 def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:

@@ -86,7 +86,7 @@ def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
     for number in range(run.first, run.last_needed):
         size = sum(problem.sizes[storage] for storage in problem.makes[number])
         if size and number not in kept and can_be_kept(problem, run, number):
-            prices.append((problem.seconds[number] / size, number))
+            prices.append((problem.prices.again_s(number) / size, number))
     yield keep_calls(problem, run, kept)
     best = sorted(prices, reverse=True)
     step = max(1, len(best) // _SLICES)
@@ -177,7 +177,7 @@ class Program:
     def _build(self) -> Model:
         model = Model()
         for call in self._calls:
-            model.add(self._problem.seconds[call])
+            model.add(self._problem.prices.again_s(call))
         for value in self._values.values():
             model.add(0.0, most=1.0 if value.can_be_kept else 0.0)
         limit = model.require(
@@ -263,7 +263,7 @@ class Program:
             return None
         kept = self._read_kept(values)
         size = sum(self._values[storage].bytes for storage in kept)
-        seconds = sum(self._problem.seconds[call] for call, at in self._again.items() if values[at] > _HALF)
+        seconds = sum(self._problem.prices.again_s(call) for call, at in self._again.items() if values[at] > _HALF)
         return kept, size, seconds
 
     def _read_kept(self, values: list[float]) -> frozenset[int]:
@@ -284,4 +284,4 @@ class Program:
         values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=30.0, is_whole=False)
         if values is None:
             return None
-        return sum(self._problem.seconds[call] * values[at] for call, at in self._again.items())
+        return sum(self._problem.prices.again_s(call) * values[at] for call, at in self._again.items())

@@ -1,0 +1,103 @@
+"""Plans where the device waits for the host: in all of the step, in forward alone, or never."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import recollect
+from recollect import Profile
+from recollect._bench.models import GPT
+from recollect._core.calls import OpCall
+from recollect._core.queues import queue
+from recollect._fit import work
+from recollect._fit.standard import FULL
+from recollect._fit.work import Work, work_for
+from recollect._plan.overheads import USUAL
+from recollect._plan.prices import Pace
+from recollect._plan.rehearse import Treatment, Way, rehearse
+
+pytest.importorskip("scipy")
+
+
+@pytest.fixture(scope="module")
+def step() -> Profile:
+    with torch.device("meta"):
+        model, ids = GPT(768, 4, 12, 512, vocab=256, dropout=0.1).bfloat16(), torch.zeros(256, 512, dtype=torch.long)
+    return recollect.profile(model, ids, ids, dry=True, device="H200")
+
+
+def pace(profile: Profile, host_s: Callable[[OpCall], float]) -> Profile:
+    """The step with a host that takes so long for each call."""
+    calls = [replace(call, host_s=host_s(call)) for call in profile.calls]
+    wall_s = queue([call.host_s or 0.0 for call in calls], [call.device_s or 0.0 for call in calls]).wall_s
+    share = wall_s / sum(call.device_s or 0.0 for call in calls)
+    return replace(profile, calls=tuple(replace(call, seconds=(call.device_s or 0.0) * share) for call in calls))
+
+
+def at(profile: Profile, wanted: Pace) -> Profile:
+    forward, backward = {Pace.DEVICE: (0, 0), Pace.FORWARD: (2, 0.1), Pace.HOST: (3, 3)}[wanted]
+    count = profile.forward_count
+    turn = {id(call) for call in profile.calls[:count]}
+    device_s = {
+        True: sum(call.device_s or 0.0 for call in profile.calls[:count]) / count,
+        False: sum(call.device_s or 0.0 for call in profile.calls[count:]) / (len(profile.calls) - count),
+    }
+    factors = {True: forward, False: backward}
+    return pace(profile, lambda call: factors[id(call) in turn] * device_s[id(call) in turn])
+
+
+def rerun_all(made: Work) -> tuple[float, float]:
+    """How long full recomputation takes, and the plain step."""
+    runs = [run for number in range(4) for run in made.problem.runs_of(f"layers.{number}")]
+    return rehearse(made.problem, [(run, Treatment(way=Way.RERUN)) for run in runs]).step_s, made.problem.plain_s
+
+
+@pytest.mark.parametrize("wanted", list(Pace))
+def test_the_pace_of_a_step_is_what_it_waits_for(step: Profile, wanted: Pace) -> None:
+    assert work_for(at(step, wanted), None).problem.prices.pace is wanted
+
+
+@pytest.mark.parametrize("wanted", list(Pace))
+def test_no_plan_is_slower_than_full_recomputation_at_a_larger_peak(step: Profile, wanted: Pace) -> None:
+    frontier = work_for(at(step, wanted), None).frontier()
+    full = min((point for point in frontier.candidates if point.name == FULL), key=lambda point: point.peak_bytes)
+    assert all(point.step_s <= full.step_s for point in frontier.points if point.peak_bytes >= full.peak_bytes)
+
+
+def test_what_regions_do_in_forward_counts_where_the_device_waits_there(step: Profile) -> None:
+    paced, device = (work_for(at(step, wanted), None) for wanted in (Pace.FORWARD, Pace.DEVICE))
+    before = rerun_all(paced), rerun_all(device)
+    more_s = 1e-3
+    for made in (paced, device):
+        rerun = made.problem.overheads["rerun"]
+        slower = replace(rerun, region_forward_s=rerun.region_forward_s + more_s)
+        made.problem.overheads = {**made.problem.overheads, "rerun": slower}
+    after = rerun_all(paced), rerun_all(device)
+    assert after[0][0] - before[0][0] == pytest.approx(4 * more_s, rel=0.1)
+    assert after[1][0] - before[1][0] < more_s
+
+
+def test_a_step_that_waits_in_forward_is_planned_to_run_few_blocks_again(
+    step: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = USUAL["replay"]
+    slow = {**USUAL, "replay": replace(replay, region_forward_s=4e-3)}
+    monkeypatch.setattr(work, "USUAL", slow)
+    ways: dict[Pace, set[str]] = {}
+    for wanted in (Pace.DEVICE, Pace.FORWARD):
+        seen = at(step, wanted)
+        held = seen.timeline.held_bytes
+        plan = recollect.plan(seen, budget=int(held + 0.8 * (seen.peak_bytes - held)))
+        ways[wanted] = {region.way for region in plan.regions}
+        assert plan.forecast is not None
+        assert plan.step_s >= plan.forecast.plain_step_s
+    assert ways[Pace.DEVICE] == {"replay"}  # what the host does there, it does beside the device
+    assert "rerun" in ways[Pace.FORWARD]
+
+
+def test_planning_leaves_the_pace_as_it_was(step: Profile) -> None:
+    made = work_for(at(step, Pace.FORWARD), None)
+    made.frontier()
+    assert made.problem.prices.pace is Pace.FORWARD
