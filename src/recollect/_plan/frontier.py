@@ -89,8 +89,8 @@ def find_frontier(
     search.expected = len(chains) * _EXPECTED
     if all(can_replay(problem, segment.runs[0]) for chain in chains[:1] for segment in chain):
         chains = chains[:1]  # whatever parts of blocks can be made to do, replay of the block does
-    for chain in chains if candidates is not None else ():
-        for name, choice in candidates(chain):
+    for chain in chains:
+        for name, choice in candidates(chain) if candidates is not None else ():
             search.judge(name, choice)
     pace, tried = problem.prices.pace, set[Pace]()
     try:
