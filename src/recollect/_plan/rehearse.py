@@ -65,6 +65,7 @@ class Rehearsal:
         again_s: what the calls that run again add to the step, if nothing but them matters.
         step_s: how long the step takes: the device and the host work side by side.
         pace: which of them the other waits for.
+        host_s: what the host does for regions, by step: see `Prices.queue`.
     """
 
     bytes_at: Numbers
@@ -73,6 +74,7 @@ class Rehearsal:
     again_s: float
     step_s: float
     pace: Pace
+    host_s: Sequence[tuple[int, float]]
 
     @property
     def peak_bytes(self) -> int:
@@ -160,7 +162,8 @@ class _Stage:
         self._follow(ends, copies)
         waits_s = self._send_away(ends, copies)
         again_s = self._price_again()
-        step_s, pace = self._time(again_s)
+        more = list(self._spread())
+        step_s, pace = self._time(again_s, more)
         return Rehearsal(
             bytes_at=problem.occupancy.follow(self._order, ends, copies),
             calls=steps,
@@ -168,6 +171,7 @@ class _Stage:
             again_s=again_s + waits_s,
             step_s=step_s + waits_s,
             pace=pace,
+            host_s=more,
         )
 
     def _send_away(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> float:
@@ -236,14 +240,14 @@ class _Stage:
         forward_s = sum(forward for forward, _ in self._host_s) if prices.pace.counts_forward else 0.0
         return again_s + forward_s + (sum(back for _, back in self._host_s) if prices.pace.counts_backward else 0.0)
 
-    def _time(self, again_s: float) -> tuple[float, Pace]:
+    def _time(self, again_s: float, more: Sequence[tuple[int, float]]) -> tuple[float, Pace]:
         """How long the step takes, and what sets its pace."""
         problem, prices = self._problem, self._problem.prices
         if prices.plain is None:
             return problem.plain_s + again_s, Pace.HOST
         if not self._chosen:
             return problem.plain_s, prices.read_pace(self._steps, prices.plain)
-        found = prices.queue(self._steps, list(self._spread()))
+        found = prices.queue(self._steps, more)
         return problem.plain_s + max(0.0, found.wall_s - prices.plain.wall_s), prices.read_pace(self._steps, found)
 
     def _spread(self) -> Iterator[tuple[int, float]]:
