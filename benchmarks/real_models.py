@@ -7,9 +7,9 @@
 
 All ways to train a model take turns in one process and share its parameters. Peaks are the allocator's, above
 parameters and gradients. Before anything is timed, gradients are compared with those of the plain step: the largest
-difference stands in each row (both by kernels that add in the same order each time, where there are any). `compiled`
-compiles the whole model each way, from empty caches, and times that too; it counts the graphs that Dynamo makes of the
-step. Where there is more than one, ways share what was compiled for some, and compile times say little.
+difference stands in each row (that of the plain step is to itself, run again: some kernels add in any order).
+`compiled` compiles the whole model each way, from empty caches, and times that too; it counts the graphs that Dynamo
+makes of the step. Where there is more than one, ways share what was compiled for some, and compile times say little.
 The models that most people train come first. `--limit` begins no further one after so many seconds, and `--json` is
 written after each. Needs `rich` and Transformers, for the U-Net diffusers; run it with `src` importable.
 """
@@ -17,7 +17,7 @@ written after each. Needs `rich` and Transformers, for the U-Net diffusers; run 
 import gc
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -139,8 +139,7 @@ def eager_way(
     step = partial(train, packaged, own, inputs)
     for _ in range(2):
         timed(step, setting.device)
-    found = gradients(model, partial(backward, packaged, own, inputs))
-    return Ready(step=step, difference=compared(found, expected))
+    return Ready(step=step, difference=difference(model, partial(backward, packaged, own, inputs), expected))
 
 
 def compiled_way(
@@ -158,10 +157,9 @@ def compiled_way(
         first_s = timed(step, setting.device)
         step_s = min(timed(step, setting.device) for _ in range(2))
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    found = gradients(model, partial(backward, packaged, call, inputs))
     return Ready(
         step=step,
-        difference=compared(found, expected),
+        difference=difference(model, partial(backward, packaged, call, inputs), expected),
         figures={
             "peak_bytes": peak_bytes(step, setting.device),
             "compile_s": first_s - step_s,
@@ -175,11 +173,11 @@ def call_model(model: Any, **inputs: Tensor) -> Any:
     return model(**inputs)
 
 
-def compared(found: list[Tensor], expected: list[Tensor]) -> float:
-    """How far gradients are from those of the first way, which is plain and fills `expected`."""
+def difference(model: Any, run: Callable[[], None], expected: list[Tensor]) -> float:
+    """How far gradients are from those of the first way, which is plain and fills `expected`; its own, when run again."""
     if not expected:
-        expected.extend(found)
-    return largest_difference(found, expected)
+        expected.extend(gradients(model, run))
+    return largest_difference(gradients(model, run), expected)
 
 
 def _said(size: Size) -> str:
