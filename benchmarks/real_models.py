@@ -174,7 +174,7 @@ def call_model(model: Any, **inputs: Tensor) -> Any:
 
 
 def difference(model: Any, run: Callable[[], None], expected: list[Tensor]) -> float:
-    """How far gradients are from those of the first way, which is plain and fills `expected`; its own, when run again."""
+    """How far gradients are from those of the first way, which is plain and fills `expected`, then runs again."""
     if not expected:
         expected.extend(gradients(model, run))
     return largest_difference(gradients(model, run), expected)
