@@ -333,3 +333,22 @@ def test_paused_regions_that_somebody_has_covered_pass_calls_on_and_come_back_be
     handle.resume()
     assert not region.is_removed
     assert model[0].forward is not region
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("rules", ["full", "selective"])
+def test_lazy_modules_get_their_parameters_in_a_region(rules: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.LazyLinear(4)) for _ in range(2)))
+
+    def train(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)
+        for _ in range(3):
+            model(torch.randn(2, 4)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    model = build()
+    recollect.apply(model, rules)
+    found, expected = train(model), train(build())
+    assert len(found) == len(expected) == 8
+    assert all(map(torch.equal, found, expected))

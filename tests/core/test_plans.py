@@ -3,6 +3,7 @@
 import pytest
 
 from recollect import Decision, Site
+from recollect._core.forecasts import Forecast, PlannedRegion
 from recollect._core.plans import Choice, Plan
 
 MM = Site(region="", op="aten.mm.default", module="layers.0.mlp.up", call=3)
@@ -105,6 +106,14 @@ def test_a_bad_pattern_is_refused_when_the_choice_is_made() -> None:
 def test_an_exact_choice_needs_the_whole_site() -> None:
     with pytest.raises(ValueError, match="an exact site has a region, a module, an op, a call and an output"):
         Choice(decision=Decision.SAVE, op="aten.mm.default", is_exact=True)
+
+
+def test_a_plan_shows_itself_in_a_line() -> None:
+    region = PlannedRegion(path="layers.0", kind="Block", way="rerun", plain_bytes=8, kept_bytes=0, again_s=0.0)
+    forecast = Forecast(peak_bytes=2048, step_s=1.0, plain_peak_bytes=4096, plain_step_s=1.0)
+    plan = Plan(choices=(), name="GPT within 2 KiB", regions=(region,), forecast=forecast)
+    assert repr(plan) == "<plan GPT within 2 KiB: 1 region, peak 2.00 KiB>"
+    assert repr(Plan(choices=(Choice(decision=Decision.SAVE),))) == "<plan: 1 choice>"
 
 
 def test_a_plan_of_a_later_version_is_refused() -> None:

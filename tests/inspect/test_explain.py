@@ -341,6 +341,13 @@ def test_a_region_without_a_policy_says_so() -> None:
     assert str(recollect.explain(region)) == "region 'Block' has no policy: all of it is recomputed"
 
 
+def test_a_model_whose_regions_have_not_run_says_so() -> None:
+    model = nn.Sequential(Block(), Block())
+    handle = recollect.apply(model, policies.save_matmuls)
+    said = "Sequential has 2 regions under a policy; none has run yet"
+    assert str(recollect.explain(model)) == str(recollect.explain(handle)) == said
+
+
 def test_what_has_no_region_is_refused() -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (its whole text is below)
         recollect.explain(nn.Sequential(Block()))

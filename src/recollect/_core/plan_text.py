@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from recollect._core.forecasts import Forecast, PlannedRegion
 from recollect._core.levers import PlannedLever
-from recollect._core.units import format_bytes
+from recollect._core.units import count_noun, format_bytes
 
 _HEAD = ("regions", "class", "how", "kept", "holds", "plain", "again")
 
@@ -22,7 +22,7 @@ def describe_plan(
     levers: Sequence[PlannedLever] = (),
 ) -> str:
     """The plan in lines of text."""
-    lines = [f"plan {name}".rstrip() + (f": {_count(regions)}" if forecast or regions else f": {choices} choices")]
+    lines = [_head(name, regions, forecast, choices)]
     if forecast is not None:
         lines += describe_forecast(forecast)
     lines += [f"lever {lever}" for lever in levers]
@@ -31,6 +31,18 @@ def describe_plan(
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(lines)
+
+
+def name_plan(name: str, regions: Sequence[PlannedRegion], forecast: Forecast | None, choices: int) -> str:
+    """The plan in one line."""
+    peak = "" if forecast is None else f", peak {format_bytes(forecast.peak_bytes)}"
+    return _head(name, regions, forecast, choices) + peak
+
+
+def _head(name: str, regions: Sequence[PlannedRegion], forecast: Forecast | None, choices: int) -> str:
+    return f"plan {name}".rstrip() + (
+        f": {_count(regions)}" if forecast or regions else f": {count_noun(choices, 'choice')}"
+    )
 
 
 def plan_as_html(

@@ -12,7 +12,7 @@ from recollect._core.documents import read_document, write_document
 from recollect._core.forecasts import Fingerprint, Forecast, PlannedRegion
 from recollect._core.levers import PlannedLever
 from recollect._core.patterns import compile_pattern
-from recollect._core.plan_text import describe_plan, describe_way, plan_as_html
+from recollect._core.plan_text import describe_plan, describe_way, name_plan, plan_as_html
 
 _VERSION = 3
 
@@ -198,6 +198,10 @@ class Plan:
     def __str__(self) -> str:
         """The plan as a table."""
         return describe_plan(self.name, self.regions, self.forecast, len(self.choices), self.levers)
+
+    def __repr__(self) -> str:
+        """One line; `print` shows all of it."""
+        return f"<{name_plan(self.name, self.regions, self.forecast, len(self.choices))}>"
 
     def _repr_html_(self) -> str:
         return plan_as_html(self.name, self.regions, self.forecast, len(self.choices), self.levers)

@@ -11,7 +11,9 @@ from torch import nn
 
 from recollect._apply.function import name_of
 from recollect._apply.handle import Applied
+from recollect._apply.stand_in import stand_in_of
 from recollect._core.operators import operator_of
+from recollect._core.units import count_noun
 from recollect._policy.judging import BY_DEFAULT
 from recollect._recompute.region import Region
 from recollect._report.explained import ExplainedCall, ExplainedRegion, ExplainedSite, Explanation
@@ -37,7 +39,7 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
         An object that prints as a table, and that has `regions`, each with its `calls`, each with its `sites`.
 
     Raises:
-        ValueError: nothing of it ran under a policy.
+        ValueError: it is no region, and has none.
         TypeError: it can be no region.
 
     >>> import torch, recollect
@@ -75,6 +77,10 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
     if regions:
         return Explanation(regions=(), note=_describe_not_run(regions[0].name, regions[0].policy))
     name = name_of(target)
+    if isinstance(target, nn.Module) and (waiting := _count_applied(target)):
+        return Explanation(
+            regions=(), note=f"{name} has {count_noun(waiting, 'region')} under a policy; none has run yet"
+        )
     message = (
         f"nothing of {name} ran as a region under a policy.\n"
         f"Make it one by recollect.checkpoint({name}, policy=...), run a forward with grad mode on, then ask again."
@@ -99,6 +105,12 @@ def regions_of(model: nn.Module) -> list[ExplainedRegion]:
 
 
 # Finding
+
+
+def _count_applied(model: nn.Module) -> int:
+    """How many regions with a policy `apply` has made of a model's modules."""
+    entries = map(stand_in_of, model.modules())
+    return sum(entry is not None and entry.choices.policy is not None for entry in entries)
 
 
 def _region_of(fn: Any) -> Region | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from recollect._core.errors import CaptureError, ChangedInputError
 from recollect._core.operators import is_wrapper, parts_of
@@ -244,8 +245,8 @@ def has_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def version_of(value: Any) -> int:
-    """The version of a tensor; 0 for other values and for tensors made in inference mode, which have none."""
-    if not isinstance(value, Tensor) or value.is_inference():
+    """The version of a tensor; 0 for other values, and for lazy parameters and inference tensors, which have none."""
+    if not isinstance(value, Tensor) or is_lazy(value) or value.is_inference():
         return 0
     return value._version  # noqa: SLF001
 
