@@ -199,6 +199,35 @@ def test_a_stage_of_another_class_counts_beside_stages_that_repeat_theirs() -> N
         assert [place.name for place in handle.places] == ["1.0.0", "1.1.0", "1.1.1", "1.2.0"]
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return value * gate.sigmoid()
+
+
+class TwoStreams(nn.Module):
+    """As those of diffusion transformers: the last has no second stream, so that two of them have other sizes."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.ff = nn.ModuleList([Gated(), nn.Dropout(0.0), nn.Linear(4, 4)])
+        self.ff_context = None if is_last else nn.ModuleList([Gated(), nn.Dropout(0.0), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (*self.ff, *(self.ff_context or ())):
+            x = part(x)
+        return x
+
+
+def test_blocks_of_other_sizes_are_no_stages_for_layers_that_no_list_repeats() -> None:
+    with recollect.apply(nn.ModuleList([TwoStreams(is_last=False), TwoStreams(is_last=True)])) as handle:
+        assert [place.name for place in handle.places] == ["0", "1"]
+
+
 def test_stages_of_one_block_each_are_as_good_as_a_list() -> None:
     stages = [nn.Sequential(Conv(4, 8)), nn.Sequential(Conv(8, 16)), nn.Sequential(Conv(16, 32))]
     with recollect.apply(nn.Sequential(nn.Conv2d(3, 4, 3), *stages)) as handle:

@@ -11,6 +11,7 @@ taken, or else siblings of one class under any module (a U-Net written as ``down
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -161,7 +162,11 @@ def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
     ]
     if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):
         return True
-    repeat = any(_most_alike(held) > 1 or len(held) >= _MANY for held in inner)
+    repeat = any(
+        _most_alike(same) > 1 or len(held) >= _MANY
+        for block, held in zip(blocks, inner, strict=True)
+        for same in _by_name(block, held)
+    )
     return _most_alike(blocks) == 1 and all(inner) and repeat
 
 
@@ -171,6 +176,15 @@ def _numbered(module: nn.Module) -> list[nn.Module]:
     is_list = len({name.rstrip("0123456789") for name in parts}) == 1 and all(name[-1].isdecimal() for name in parts)
     one_class = len(set(map(type, parts.values()))) == 1
     return _any(list(parts.values())) if is_list and one_class else []
+
+
+def _by_name(block: nn.Module, held: list[nn.Module]) -> list[list[nn.Module]]:
+    """Those of one name, numbers aside: the third of one list and the third of another are no repetition."""
+    groups: dict[str, list[nn.Module]] = {}
+    for name, module in block.named_modules():
+        if module in held:
+            groups.setdefault(re.sub(r"\d+", "*", name), []).append(module)
+    return list(groups.values())
 
 
 def _most_alike(blocks: list[nn.Module]) -> int:
