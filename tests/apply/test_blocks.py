@@ -206,7 +206,8 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, -1)
-        return value * gate.sigmoid()
+        result: Tensor = value * gate.sigmoid()
+        return result
 
 
 class TwoStreams(nn.Module):
