@@ -75,8 +75,8 @@ class Loading:
         batch.parcels.append(parcel)
         batch.targets.append(target)
         batch.sources.append(source)
-        if after:
-            batch.after += after
+        if after and (len(after) > 1 or not batch.after or batch.after[-1] is not after[0]):
+            batch.after += after  # mostly one for all: the buffers that a batch left are taken by one again
         if parcel.kind.size >= TOGETHER or self._times is not None or through is not None:
             self._open = None
 

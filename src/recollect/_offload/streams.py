@@ -204,13 +204,17 @@ class LaneMark:
     the values of a step that come back together, one waits. Each wait costs the host about 2 µs.
     """
 
-    __slots__ = ("_lane", "_number", "event")
+    __slots__ = ("_lane", "_met", "_number", "event")
 
     def __init__(self, event: torch.Event, lane: _Lane, number: int) -> None:
         self.event, self._lane, self._number = event, lane, number
+        self._met: Any = None  # the stream that waited for it last
 
     def hold(self, stream: Any) -> None:
         """Let all that a stream does from here on wait for it."""
+        if stream is self._met:
+            return
+        self._met = stream
         waited = self._lane.waited
         if waited.get(stream, 0) < self._number:
             stream.wait_event(self.event)
