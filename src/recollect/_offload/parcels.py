@@ -86,12 +86,6 @@ class Parcel:
     )
 
     def __init__(self, tensor: Tensor, storage: ref[torch.UntypedStorage], kind: Kind, step: Step, number: int) -> None:
-        base = tensor._base  # noqa: SLF001
-        self.storage, self.kind, self.step, self.number = storage, kind, step, number
-        self.root, self.version = ref(tensor if base is None else base), tensor._version  # noqa: SLF001
-        self.alias: Tensor | None = tensor.detach()
-        lanes = self.lanes = kind.lanes
-        self.stream: Any = None if lanes is None else lanes.current()
         self.is_constant = self.is_changed = self.is_used = False
         self.stays = self.is_leaving = self.is_flying = self.goes_on = False
         self.users, self.asked, self.turn, self.pass_id = 1, 0, 0, -1
@@ -102,6 +96,12 @@ class Parcel:
         self.returned: Tensor | None = None
         self.written: WriteJob | None = None
         self.reading: ReadJob | None = None
+        self.storage, self.kind, self.step, self.number = storage, kind, step, number
+        base = tensor._base  # noqa: SLF001
+        self.root, self.version = ref(tensor if base is None else base), tensor._version  # noqa: SLF001
+        self.alias: Tensor | None = tensor.detach()
+        lanes = self.lanes = kind.lanes
+        self.stream: Any = None if lanes is None else lanes.current()
 
     def __del__(self) -> None:
         if self.is_leaving or self.returned is not None or self.written is not None or self.reading is not None:
