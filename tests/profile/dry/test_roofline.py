@@ -106,3 +106,9 @@ def test_an_expanded_tensor_moves_no_more_than_there_is() -> None:
 def test_an_embedding_reads_no_more_rows_than_it_gives() -> None:
     call = OpCall(op="aten.embedding.default", inputs=(value(0, 2**30),), outputs=(value(1, 2**26),))
     assert estimate_s(call, H200) == pytest.approx(2 * 2**27 / (4.8e12 * 0.55) + H200.launch_s)
+
+
+def test_a_few_numbers_scattered_into_a_large_tensor_do_not_move_all_of_it() -> None:
+    large, index = Value(storage=0, shape=(2**13, 2**14), bytes=2**29), Value(storage=1, shape=(2**13, 1), bytes=2**16)
+    call = OpCall(op="aten.scatter_add_.default", inputs=(large, index), outputs=(large,), writes=(0,))
+    assert estimate_s(call, H200) == pytest.approx(3 * 2**16 / (4.8e12 * 0.05) + H200.launch_s)

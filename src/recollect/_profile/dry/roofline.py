@@ -30,8 +30,8 @@ _BANDWIDTH_REACHES, _SCATTERED_REACHES = 0.55, 0.05
 _SCATTERING = ("index_add", "index_copy", "index_put", "scatter", "embedding_dense_backward", "sort", "topk", "cumsum")
 _PICKING = ("aten.embedding.", "aten.index_select.", "aten.index.", "aten.gather.", "aten.slice_scatter.")
 """Operators that read of their first argument as much as they give."""
-
-
+_FEW_OF = 8
+"""What is written into in so few places is not gone through."""
 _RECURRENT_REACH = 0.3
 _STEP_S, _STEP_BACK_S = 8e-6, 12e-6
 """What one step of one layer of a recurrent net takes at least, forward and back."""
@@ -267,4 +267,8 @@ def _bytes_moved(call: OpCall, storages: Sequence[Storage]) -> int:
     read: dict[int, int] = {}
     for value in call.inputs:
         read[value.storage] = max(read.get(value.storage, 0), size(value.storage, value.bytes))
-    return sum(read.values()) + written + sum(read.get(storage, 0) for storage in call.writes)
+    changed = sum(read.get(storage, 0) for storage in call.writes)
+    others = sum(read.values()) - changed
+    if any(name in call.op for name in _SCATTERING) and 0 < _FEW_OF * others < changed:
+        return 3 * others  # read where to and what, and written there: the rest stays as it is
+    return others + 2 * changed + written
