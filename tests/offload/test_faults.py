@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +20,13 @@ from torch import Tensor
 import recollect
 from recollect._offload.disk import DiskTier, remove_stale
 from recollect._offload.host_memory import aligned_bytes
+from recollect._offload.learning import MEASURED_STEPS
 from recollect._offload.pinned import PinnedPool
+from recollect._offload.streams import Batch
 from recollect._offload.tiers import HostTier
 from tests.offload.late_lanes import late_session
 from tests.offload.leaving import wait_until_left
+from tests.offload.packed import parcel_of
 from tests.offload.shelf import Shelf
 
 
@@ -161,6 +165,33 @@ def test_a_failed_copy_is_an_error_that_names_value_and_tier(way: str, text: str
         offloaded(session, x)
     lanes.fails = ""
     assert torch.equal(offloaded(session, x), plain_grad(x))
+    assert session.transfers.host is not None
+    assert session.transfers.host.pool.used_bytes == 0
+
+
+def test_of_copies_that_begin_together_those_before_a_failure_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, lanes = late_session()
+    values = [torch.randn(64).requires_grad_() * 1 for _ in range(3)]
+    expected = [value.detach().clone() for value in values]
+    session._learner.steps = MEASURED_STEPS  # what is measured travels alone
+    parcels = [parcel_of(session.pack(value)) for value in values]
+    out = lanes.copy_out
+
+    def fail_at_the_second(batches: Sequence[Batch]) -> None:
+        (batch,) = batches
+        out(batches)
+        batch.begun = 1
+        raise RuntimeError("the device fell off the bus")
+
+    monkeypatch.setattr(lanes, "copy_out", fail_at_the_second)
+    with pytest.raises(recollect.OffloadError, match=r"value 1 of the step .* could not be copied out"):
+        session.settle()
+    assert [parcel.is_leaving for parcel in parcels] == [True, False, False]
+    assert [parcel.stays for parcel in parcels] == [False, True, True]
+    session.transfers.release(parcels)
+    del values
+    assert all(torch.equal(session.unpack(parcel), value) for parcel, value in zip(parcels, expected, strict=True))
+    parcels.clear()
     assert session.transfers.host is not None
     assert session.transfers.host.pool.used_bytes == 0
 

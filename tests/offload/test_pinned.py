@@ -1,6 +1,8 @@
 """The pool of host memory: pieces come again, never overlap, and carry the marks of copies that may still use them."""
 
 import itertools
+import threading
+import time
 from typing import Any
 
 from hypothesis import given
@@ -100,3 +102,32 @@ def test_extents_never_overlap(actions: list[tuple[bool, int]]) -> None:
         extents.give_back(*piece)
     assert extents.used_bytes == 0
     assert extents.take(2**14) == 0
+
+
+def test_threads_that_lend_and_give_back_never_have_one_piece_at_a_time() -> None:
+    pool = PinnedPool(2**20, aligned_bytes)
+    taken: set[tuple[int, int]] = set()
+    twice: list[tuple[int, int]] = []
+
+    def work(size: int) -> None:
+        for _ in range(200):
+            buffer = pool.take(size)
+            if buffer is None:
+                continue
+            place = (buffer.slab, buffer.offset)
+            if place in taken:
+                twice.append(place)
+            taken.add(place)
+            time.sleep(0)  # let the others run
+            taken.discard(place)
+            buffer.give_back()
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in (4096, 4096, 8192, 400_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert twice == []
+    assert pool.used_bytes == 0
+    pool.trim()
+    assert pool.held_bytes == 0

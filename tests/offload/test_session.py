@@ -392,6 +392,26 @@ def test_the_memory_goes_when_the_computing_stream_has_waited() -> None:
     y.sum().backward()
 
 
+def test_memory_is_held_until_the_stream_was_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, lanes = late_session()
+    values = [made(torch.randn(64)) for _ in range(3)]
+    storages = [weakref.ref(value.untyped_storage()) for value in values]
+    parcels = [session.pack(value) for value in values]
+    session.settle()
+    del values
+    seen: list[bool] = []
+    hold = lanes.hold
+
+    def look(stream: Any, mark: Any) -> None:
+        seen.append(all(storage() is not None for storage in storages))
+        hold(stream, mark)
+
+    monkeypatch.setattr(lanes, "hold", look)
+    session.transfers.release(parcels)
+    assert seen == [True]
+    assert all(storage() is None for storage in storages)
+
+
 def test_inputs_of_regions_leave_beside_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
     # A region hands over its input and saves nothing more: a copy that begins at the next one is not waited for there.
     session, lanes = late_session()
