@@ -35,6 +35,15 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
     "masked_select": (lambda x: x.masked_select(x > 0).shape, (12,), "a mask"),
     "unique": (lambda x: x.unique().shape, (12,), "what unique looks at"),
     "bincount": (lambda x: x[0].long().bincount(minlength=5).shape, (5,), "what bincount counts"),
+    "targets of ctc_loss": (
+        lambda x: (
+            functional.ctc_loss(
+                x[:, None].log_softmax(-1), x[:1, :2].long(), torch.tensor([3]), x[0, :1].long(), reduction="none"
+            ).shape
+        ),
+        (1,),
+        "how long the longest target of ctc_loss is",
+    ),
     "an index": (lambda x: x[0].topk(1).indices[0].item(), 0, "an index that is read"),
 }
 

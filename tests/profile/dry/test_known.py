@@ -82,3 +82,24 @@ def test_a_mask_is_left_out_where_the_real_step_leaves_it_out(tokens: int) -> No
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask, "use_cache": False}
     real, dry = (recollect.profile(model, kwargs=batch, dry=is_dry) for is_dry in (False, True))
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
+
+
+class Speech(torch.nn.Module):
+    """Frames to letters, as speech recognisers train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6))
+
+    def forward(self, frames: Tensor, letters: Tensor) -> Tensor:
+        mask = letters > 0
+        log_probs = self.layers(frames).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((len(frames),), frames.shape[1])
+        return torch.nn.functional.ctc_loss(log_probs, letters.masked_select(mask), lengths, mask.sum(-1))
+
+
+def test_a_ctc_loss_is_as_large_as_its_longest_target() -> None:
+    given = torch.randn(2, 20, 8), TOKENS
+    real, dry = (recollect.profile(Speech(), *given, **how) for how in ({}, {"dry": True, "device": "cpu"}))
+    assert dry.peak_bytes == real.peak_bytes
+    assert not any("ctc_loss" in note for note in dry.notes)

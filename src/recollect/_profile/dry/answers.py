@@ -10,6 +10,7 @@
 | where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere; a one-hot mask as often as on average |
 | ``unique`` | all are different |
 | ``bincount`` with ``minlength`` | so many counts |
+| the longest target of ``ctc_loss`` | as long as targets are on average; where they are padded, the padded length |
 
 Numbers that are sizes (an int) and all other values are refused by name, see `step`. Each answer is noted with its
 line. Where all values are known (`known.py`), the answer is the true one, and there is nothing to note.
@@ -65,6 +66,8 @@ class Answers(DispatchMode):
             "aten.masked_select.default": self._select,
             "aten.bincount.default": self._count,
             "aten._unique2.default": self._distinguish,
+            "aten._ctc_loss.Tensor": self._align,
+            "aten._ctc_loss.default": self._align,
             "aten._grouped_mm.default": _multiply_groups,
         }
 
@@ -199,6 +202,23 @@ class Answers(DispatchMode):
         count = tensor.numel()
         inverse = torch.empty(tensor.shape, dtype=torch.long)
         return torch.empty(count, dtype=tensor.dtype), inverse, torch.empty(count, dtype=torch.long)
+
+    def _align(
+        self, log_probs: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The losses of a CTC, and what it keeps: for each step and example, a number for each place in a target."""
+        del lengths, options
+        examples = log_probs.shape[1]
+        if isinstance(target_lengths, Tensor):
+            longest = self._known.largest(target_lengths)
+            if longest is None:
+                is_padded = targets.dim() == _MATRIX
+                longest = targets.shape[1] if is_padded else math.ceil(targets.numel() / max(examples, 1))
+                self._say("how long the longest target of ctc_loss is", str(longest))
+        else:
+            longest = max(target_lengths, default=0)
+        kept = log_probs.new_empty(examples, log_probs.shape[0], 2 * longest + 1)
+        return log_probs.new_empty(examples), kept
 
 
 def _asks_if_usual(name: str, args: tuple[Any, ...]) -> bool:

@@ -78,6 +78,13 @@ class KnownValues:
         else:
             self._written.update((storage, None) for storage in storages_in(targets))
 
+    def largest(self, numbers: Tensor) -> int | None:
+        """The largest of some whole numbers; None where they are not known."""
+        if not numbers.numel() or not self._is_known(numbers):
+            return None
+        with without_dispatch_modes():
+            return int(getattr(numbers, _NAME, numbers).max())
+
     def _are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if any(isinstance(value, Tensor) and not self._is_known(value) for value in args):
             return False  # the usual case
