@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,8 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
         (1,),
         "how long the longest target of ctc_loss is",
     ),
+    "how often a mask is true": (lambda x: (x > 0).sum(1).tolist(), [4] * 3, "how often a mask is true"),
+    "an array": (lambda x: np.asarray(x[0]).tolist(), [1.0] * 4, "a number that is read"),
     "an index": (lambda x: x[0].topk(1).indices[0].item(), 0, "an index that is read"),
 }
 

@@ -8,6 +8,7 @@
 | another bool (``if`` on a tensor, ``any``, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
 | which values are NaN or infinite | none |
 | where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere; a one-hot mask as often as on average |
+| how often a mask is true (its ``sum``) | likewise |
 | ``unique`` | all are different |
 | ``bincount`` with ``minlength`` | so many counts |
 | the longest target of ``ctc_loss`` | as long as targets are on average; where they are padded, the padded length |
@@ -58,6 +59,7 @@ class Answers(DispatchMode):
         self._densities: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
         self._ranges: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._indices: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._checks: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
         self._answers: dict[str, Callable[..., Any]] = {
             "aten._local_scalar_dense.default": self._read,
@@ -90,15 +92,23 @@ class Answers(DispatchMode):
             self._say("whether values are NaN or infinite", "no")
             with without_dispatch_modes():
                 note_known(result, torch.full(result.shape, name not in _UNUSUAL))
+        self._remember(name, args, result)
+        return result
+
+    def _remember(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """What a result is, for when it is read: a check, a count, an index, a mask that is seldom true, a range."""
         if name.startswith(_CHECKS):
             self._checks[result.untyped_storage()] = None
-        if name in _CHOOSING:
+        elif name.startswith("aten.sum.") and is_fake(args[0]):
+            if _is_mask(args[0]) or args[0].untyped_storage() in self._densities:
+                each = args[0].numel() / max(result.numel(), 1)
+                self._counts[result.untyped_storage()] = math.ceil(each * self._density(args[0]))
+        elif name in _CHOOSING:
             self._indices[(result if isinstance(result, Tensor) else result[-1]).untyped_storage()] = None
-        if name in _PASSING_ON or name == "aten.eq.Tensor" or name.startswith("aten.scatter"):
+        elif name in _PASSING_ON or name == "aten.eq.Tensor" or name.startswith("aten.scatter"):
             self._pass_on(name, args, result)
         elif name.startswith("aten.arange"):
             self._ranges[result.untyped_storage()] = result.numel()
-        return result
 
     def _know(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
         """The result of an operator whose values are known."""
@@ -132,6 +142,9 @@ class Answers(DispatchMode):
         if tensor.untyped_storage() in self._indices:
             self._say("an index that is read", "0")
             return 0
+        if (count := self._counts.get(tensor.untyped_storage())) is not None:
+            self._say("how often a mask is true", str(count))
+            return count
         return NotImplemented
 
     def _compare(self, one: Tensor, other: Tensor) -> Any:

@@ -1,4 +1,8 @@
-"""Fake tensors in lists that become a tensor: ``torch.tensor([a.max(), b.max()])`` reads numbers past the operators."""
+"""Fake tensors whose numbers are read past the operators.
+
+In lists that become a tensor (``torch.tensor([a.max(), b.max()])``), and as arrays of NumPy, where SciPy is given one:
+a detector matches its boxes so.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,10 @@ class ListedTensors(TorchFunctionMode):
         del types
         if func in _READERS and args and isinstance(args[0], (list, tuple)):
             args = (_as_numbers(args[0]), *args[1:])
+        if func is Tensor.__array__ and is_fake(args[0]) and args[0].is_floating_point():
+            import numpy as np
+
+            return np.array(args[0].tolist(), str(args[0].dtype).removeprefix("torch."))
         return func(*args, **(kwargs or {}))
 
 
