@@ -64,15 +64,18 @@ class Kind:
         self.start, self.size = stretch_of(tensor, storage)
         self.codec = codec
         self.lanes: Lanes | None = None
-        self._guards: list[Callable[[Tensor], bool] | None] = [None, None]  # by whether it requires grad
+        self._guards: list[Callable[[Tensor], bool] | None] = [None, None]  # of one with a history, and of one without
         self.travel_bytes = self.size if codec is None else codec.encoded_bytes(self.size)
         self.is_dense = codec is None and self.offset == 0 and tensor.nbytes == self.total and _is_dense(tensor)
         lies = (self.shape, self.stride, self.dtype) if self.is_dense else ((self.size,), (1,), torch.uint8)
         self.make = memory_maker(self.device, *lies)
 
-    def fits(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether a tensor is known to be of this kind; if not, it may be nevertheless. A third of finding its kind."""
-        guard = self._guards[tensor.requires_grad]
+    def fits(self, tensor: Tensor, storage: torch.UntypedStorage, is_constant: bool) -> bool:  # noqa: FBT001
+        """Whether a tensor is known to be of this kind; if not, it may be nevertheless. A third of finding its kind.
+
+        `is_constant` says that it has no history, and so requires no grad.
+        """
+        guard = self._guards[is_constant]
         return (
             guard is not None
             and guard(tensor)
@@ -82,8 +85,8 @@ class Kind:
 
     def note(self, tensor: Tensor) -> None:
         """A tensor is of this kind."""
-        if self._guards[tensor.requires_grad] is None:
-            self._guards[tensor.requires_grad] = make_guard(tensor)
+        if self._guards[tensor.is_leaf] is None:
+            self._guards[tensor.is_leaf] = make_guard(tensor)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
