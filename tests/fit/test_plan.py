@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import BudgetError, Choice, Decision, Plan, Profile
 from recollect._core.forecasts import PlannedRegion
+from recollect._plan.problem import Problem
 from tests.models import GPT, MoE, UNet, ViT
 from tests.timing import with_fixed_times
 
@@ -267,6 +268,47 @@ def test_other_tiers_and_speeds_are_refused() -> None:
     dry = recollect.profile(model, *inputs, dry=True, device="H200")
     with pytest.raises(ValueError, match="link_bytes_per_s=0: expected a number above 0"):
         recollect.plan(dry, budget="min", tiers="host", link_bytes_per_s=0)
+
+
+class Biased(nn.Module):
+    """Attention with a bias that is learned: it has no kernel, and copies views of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.bias = nn.Parameter(torch.zeros(2, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.expand(x.shape[0], 2, 16, 16))
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_a_copy_of_a_view_that_a_call_makes_is_not_made_again_without_the_call() -> None:
+    problem = Problem(take(Biased(), torch.randn(8, 16, 32)))
+    copies = [at for at in range(problem.forward_count) if problem.calls[at].op == "aten.clone.default"]
+    inside = [at for at in copies if "safe_softmax" in "".join(_ops_beside(problem, at))]
+    assert inside
+    assert problem.inner_casts.isdisjoint(inside)
+
+
+def _ops_beside(problem: Problem, number: int) -> list[str]:
+    """The calls that the same call of torch makes."""
+    within = problem.calls[number].within
+    return [call.op for call in problem.calls[: problem.forward_count] if call.within == within]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_predicted_peaks_are_exact_where_attention_copies_views(share: float) -> None:
+    model, inputs = nn.Sequential(*(Biased() for _ in range(4))), (torch.randn(8, 16, 32),)
+    seen = take(model, *inputs)
+    plan = recollect.plan(seen, budget=max(int(seen.peak_bytes * share), recollect.plan(seen, budget="min").peak_bytes))
+    expected = gradients(model, inputs)
+    with recollect.apply(model, plan):
+        found = [gradients(model, inputs) for _ in range(3)]
+        measured = recollect.profile(model, *inputs).peak_bytes
+    assert measured == plan.peak_bytes
+    assert all(are_equal(expected, one) for one in found)
 
 
 class Casting(nn.Module):

@@ -18,12 +18,11 @@ from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved
 from recollect._core.decisions import Site
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
+from recollect._plan.casts import find_casts, find_inner_casts
 from recollect._plan.journeys import LEAST_BYTES
 from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.prices import Prices
-
-_CAST, _COPY, _HALVES = "aten._to_copy.default", "aten.clone.default", ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +109,8 @@ class Problem:
         for number in range(self.forward_count):
             for storage in self.reads[number]:
                 self.read_by[storage].append(number)
-        self.inner_casts = self._find_inner_casts()
-        self.casts = _find_casts(profile) | self.inner_casts
+        self.inner_casts = find_inner_casts(profile, self.reads, self.makes)
+        self.casts = find_casts(profile) | self.inner_casts
         self.cached = frozenset(
             storage for number in self.casts if self._casts_parameter(number) for storage in self.makes[number]
         )
@@ -121,20 +120,6 @@ class Problem:
         self.derived: dict[object, Any] = {}
         self._around: dict[int, list[Run]] = {}
         self._same: dict[tuple[str, int, int], bool] = {}
-
-    def _find_inner_casts(self) -> frozenset[int]:
-        """Casts and copies of what a call of torch is given: they read nothing else that is made inside of it."""
-        found = set[int]()
-        for within, group in itertools.groupby(range(self.forward_count), key=lambda at: self.calls[at].within):
-            numbers = list(group)
-            if within is None or len(numbers) == 1:
-                continue
-            made = {storage for number in numbers for storage in self.makes[number]}
-            for at in numbers:
-                if self.calls[at].op in (_CAST, _COPY) and self.makes[at] and made.isdisjoint(self.reads[at]):
-                    found.add(at)
-                    made.difference_update(self.makes[at])  # what is cast may be copied then
-        return frozenset(found)
 
     def _casts_parameter(self, number: int) -> bool:
         storages = self.profile.storages
@@ -351,23 +336,6 @@ def _site_within(call: OpCall, path: str, nth: int, output: int) -> Site:
         is_routing=site.is_routing,
         is_collective=site.is_collective,
     )
-
-
-def _find_casts(profile: Profile) -> frozenset[int]:
-    """Casts from full to half precision, if autocast seems to have made some: of parameters, inside of other calls."""
-    numbers = [
-        number
-        for number in range(profile.forward_count)
-        if profile.calls[number].op == _CAST
-        and [value.dtype for value in profile.calls[number].inputs] == ["float32"]
-        and all(value.dtype in _HALVES for value in profile.calls[number].outputs)
-    ]
-    weights = [
-        number
-        for number in numbers
-        if any(profile.storages[value.storage].category is Category.PARAMETER for value in profile.calls[number].inputs)
-    ]
-    return frozenset(numbers if weights else ())
 
 
 def _check(profile: Profile) -> None:
