@@ -281,7 +281,8 @@ class Biased(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.expand(x.shape[0], 2, 16, 16))
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return x + out
 
 
 def test_a_copy_of_a_view_that_a_call_makes_is_not_made_again_without_the_call() -> None:
