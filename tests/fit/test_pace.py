@@ -97,6 +97,15 @@ def test_a_step_that_waits_in_forward_is_planned_to_run_few_blocks_again(
     assert "rerun" in ways[Pace.FORWARD]
 
 
+def test_as_many_blocks_are_replayed_as_the_host_can_follow(step: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks_s = sum(call.device_s or 0.0 for call in step.calls[: step.forward_count] if "layers." in call.module) / 4
+    slow = {**USUAL, "replay": replace(USUAL["replay"], region_forward_s=1.3 * blocks_s)}
+    monkeypatch.setattr(work, "USUAL", slow)
+    points = work_for(at(step, Pace.DEVICE), None).frontier().points
+    followed = [sum(option.way is Way.REPLAY for _, option in point.choice) for point in points]
+    assert max(followed) == 3
+
+
 def test_planning_leaves_the_pace_as_it_was(step: Profile) -> None:
     made = work_for(at(step, Pace.FORWARD), None)
     made.frontier()

@@ -8,6 +8,8 @@ both work through all of its calls.
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -63,6 +65,11 @@ class Prices:
         if self.plain is None:
             return self.seconds[call]
         return self.host_s[call] if self.pace.counts_backward else self.device_s[call]
+
+    def find_spare(self) -> list[float]:
+        """For each call of forward, what the host can do more up to it until the device waits; one more, for none."""
+        spare = map(operator.sub, self.device_s[: self._turn], self.host_s[: self._turn])
+        return list(itertools.accumulate(spare, initial=0.0))
 
     def queue(self, steps: Sequence[int], more: Sequence[tuple[int, float]]) -> Queued:
         """How host and device work through steps.

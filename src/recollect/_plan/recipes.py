@@ -12,7 +12,7 @@ from recollect._plan.journeys import IN_FLIGHT_BYTES
 from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
 from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Rehearsal, Treatment, Way, find_held, find_sent
+from recollect._plan.rehearse import Rehearsal, Treatment, Way, count_host, find_held, find_sent
 from recollect._plan.segments import Segment, find_parts
 from recollect._plan.solvers.chain import choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
@@ -25,6 +25,7 @@ _MOST_PRICES = 16
 _MORE = 1 + 1e-6  # what has just this price is taken
 _BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
 _SENT_SHARES = (0.34, 0.67, 1.0)
+_LITTLE_FOLLOWING = (None, Way.RERUN)
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
 
 
@@ -73,8 +74,29 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
         mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
         steps = _FEWER_BUDGETS if sent else _BUDGETS
         lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
-        budgets = (lowest + (plain.peak_bytes - lowest) * number // steps for number in range(steps + 1))
-        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=tuple(budgets), parts=parts)
+        budgets = tuple(lowest + (plain.peak_bytes - lowest) * number // steps for number in range(steps + 1))
+        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts)
+        if not sent and (fewer := _follow_fewer(problem, chain, options)) is not None:
+            yield Recipe(chain=chain, options=fewer, rest_bytes=rest, budgets=budgets, parts=parts)
+
+
+def _follow_fewer(
+    problem: Problem, chain: Sequence[Segment], options: Sequence[list[Weighed]]
+) -> list[list[Weighed]] | None:
+    """Options with which only segments are replayed that the host can follow beside the device, one after the other.
+
+    None if it can follow all of them, or none: then candidates for other paces have what is needed.
+    """
+    prices, replay = problem.prices, Treatment(way=Way.REPLAY)
+    if prices.plain is None or prices.pace.counts_forward:
+        return None
+    spare, followed_s, found, count = prices.find_spare(), 0.0, list[list[Weighed]](), 0
+    for segment, own in zip(chain, options, strict=True):
+        more_s = sum(count_host(problem, run, replay, [])[0] for run in segment.runs)
+        can_follow = followed_s + more_s <= spare[segment.runs[-1].stop]
+        followed_s, count = followed_s + more_s * can_follow, count + can_follow
+        found.append(own if can_follow else [one for one in own if one.option.way in _LITTLE_FOLLOWING])
+    return found if 0 < count < len(chain) else None
 
 
 def _take_apart(parts: dict[str, Segment], segment: Segment, option: Option) -> list[tuple[Segment, Option]]:

@@ -146,7 +146,7 @@ class _Stage:
         for index, (_, _, again) in enumerate(found):
             for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
-        self._host_s = [_count_host(problem, *one) for one in found]
+        self._host_s = [count_host(problem, *one) for one in found]
         self._order = order = Order(len(problem.calls), inserted)
         self._steps, self._owners = order.calls, order.owners
         self._at, self._before = order.at, order.before
@@ -371,7 +371,7 @@ def _find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
     return next(moments, max(run.end, run.start or 0))
 
 
-def _count_host(
+def count_host(
     problem: Problem, run: Run, treatment: Treatment, again: list[tuple[int, list[int]]]
 ) -> tuple[float, float]:
     """What the host does for a region beyond its calls, in forward and in backward."""
