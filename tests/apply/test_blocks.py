@@ -229,6 +229,36 @@ def test_blocks_of_other_sizes_are_no_stages_for_layers_that_no_list_repeats() -
         assert [place.name for place in handle.places] == ["0", "1"]
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 12), nn.Linear(12, 4))
+        self.mlp = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mlp(self.attention(x))
+        return result
+
+
+class Layers(nn.Module):
+    """As the transformers in the U-Net of Stable Diffusion XL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(4), nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_modules_that_are_little_more_than_a_list_of_blocks_are_passed_through() -> None:
+    with recollect.apply(nn.Sequential(Layers(), Layers())) as handle:
+        assert [place.name for place in handle.places] == [f"{n}.layers.{m}" for n in range(2) for m in range(3)]
+
+
 def test_stages_of_one_block_each_are_as_good_as_a_list() -> None:
     stages = [nn.Sequential(Conv(4, 8)), nn.Sequential(Conv(8, 16)), nn.Sequential(Conv(16, 32))]
     with recollect.apply(nn.Sequential(nn.Conv2d(3, 4, 3), *stages)) as handle:

@@ -2,7 +2,8 @@
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
 outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each stage of
-other sizes (as in Swin), or each a list of many (as in DenseNet), are passed through to the blocks. A stage beside
+other sizes (as in Swin), each a list of many (as in DenseNet), or each little more than a list (as the transformers in
+the U-Net of Stable Diffusion XL), are passed through to the blocks. A stage beside
 those that repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks, and where
 there are blocks of several products, those of a single one (projections, transitions) are left out: recomputing them
 frees little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are
@@ -28,7 +29,9 @@ _NORMS = (  # and what libraries make of them, with an activation inside
 )  # fmt: skip
 _PARAMETRIZATIONS = "parametrizations"
 _MARK = "transformers.modeling_layers.GradientCheckpointingLayer"
-_MANY = 4  # of one class in a stage make it one, although each has other sizes: DenseNet's layers grow
+_MOST = 0.75  # of a module's parameters
+_SEVERAL = 2
+_MANY = 4  # of one class in a stage make it one, although each has other sizes: DenseNet's layers grow. And of products
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -162,6 +165,8 @@ def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
     ]
     if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):
         return True
+    if any(_is_list_of_blocks(block, held) for block, held in zip(blocks, inner, strict=True)):
+        return True
     repeat = any(
         _most_alike(same) > 1 or len(held) >= _MANY
         for block, held in zip(blocks, inner, strict=True)
@@ -176,6 +181,17 @@ def _numbered(module: nn.Module) -> list[nn.Module]:
     is_list = len({name.rstrip("0123456789") for name in parts}) == 1 and all(name[-1].isdecimal() for name in parts)
     one_class = len(set(map(type, parts.values()))) == 1
     return _any(list(parts.values())) if is_list and one_class else []
+
+
+def _is_list_of_blocks(module: nn.Module, held: list[nn.Module]) -> bool:
+    """Whether it is little more than several blocks of one size, each of many products: experts have three.
+
+    Such are the transformers in the U-Net of Stable Diffusion XL, of up to ten layers each.
+    """
+    if len(held) < _SEVERAL or _most_alike(held) != len(held) or _count_products(held[0]) < _MANY:
+        return False
+    inside = sum(p.numel() for block in held for p in block.parameters() if not is_lazy(p))
+    return inside > _MOST * sum(p.numel() for p in module.parameters() if not is_lazy(p))
 
 
 def _by_name(block: nn.Module, held: list[nn.Module]) -> list[list[nn.Module]]:
