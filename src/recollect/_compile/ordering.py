@@ -25,22 +25,27 @@ from recollect._core.torch_private.schemas import OpOverload
 
 def keep_order(backward: fx.GraphModule) -> int:
     """Let the operators with kernels of their own run in the order in which they stand; gives how many are told so."""
+    waits: dict[fx.Node, fx.Node] = {}
+    before: fx.Node | None = None
+    for node in backward.graph.nodes:
+        if not has_kernel(node):
+            continue
+        if before is not None and before not in node.all_input_nodes:
+            waits[node] = before
+        before = node
+    wait_for(backward, waits)
+    return len(waits)
+
+
+def wait_for(module: fx.GraphModule, waits: dict[fx.Node, fx.Node]) -> None:
+    """Let each of these nodes run after another, which stands before it."""
     from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    waits: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    before: fx.Node | None = None
-    for node in backward.graph.nodes:
-        if not _has_kernel(node):
-            continue
-        if before is not None and before not in node.all_input_nodes:
-            waits[node] = OrderedSet([before])
-        before = node
     if waits:
         _mend(control_deps)
-        preserve_node_ordering(backward.graph, waits)
-        backward.recompile()
-    return len(waits)
+        preserve_node_ordering(module.graph, {node: OrderedSet([before]) for node, before in waits.items()})
+        module.recompile()
 
 
 def _mend(control_deps: Any) -> None:
@@ -55,7 +60,7 @@ def _run(_waits_for: Any, subgraph: Any, *args: Any) -> Any:
     return subgraph(*args)
 
 
-def _has_kernel(node: fx.Node) -> bool:
+def has_kernel(node: fx.Node) -> bool:
     """Whether a node is a product, a convolution or attention: what nothing is fused into."""
     is_operator = node.op == "call_function" and isinstance(node.target, OpOverload)
     return is_operator and operator_of(node.target).flops is not None

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
+from recollect._compile.inductor import arrange_backward
 from recollect._compile.joint import hint, module_path, modules_around
 from recollect._compile.nested import is_nested
 from recollect._compile.offloading import mark_offloaded
@@ -53,6 +54,7 @@ def tag_since(
         policy: what decides in it.
         offloads_inputs: whether what it takes from operators before it is offloaded, as far as it is kept.
     """
+    arrange_backward()
     added = nodes_since(graph, start)
     tagger = _Tagger(region, policy, added)
     region_id = new_region_id()
