@@ -145,6 +145,71 @@ def test_of_a_kept_value_that_is_only_cast_the_cast_is_held_in_its_place() -> No
     assert not seen.all.count("native_layer_norm")
 
 
+def test_a_product_that_is_made_again_is_given_the_cast_that_is_held() -> None:
+    block = Block()
+    region = recollect.checkpoint(block, policy=policies.save_ops("aten.native_layer_norm.default"))
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    with block.norm.register_forward_hook(lambda *call: made.append(weakref.ref(call[2].untyped_storage()))):
+        assert_same_steps(block, region, list(block.parameters()))
+        made.clear()
+        loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
+    assert how(region).startswith("recomputed by replaying")
+    assert made[0]() is None
+    with Operators() as seen, FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert not seen.all.count("native_layer_norm")
+    up = 2 * 2 * 4 * SIZE * 4 * SIZE
+    assert counter.get_total_flops() == 5 * up  # two products in backward for each, and one of them made again
+
+
+def test_a_product_that_is_made_again_of_a_view_is_given_a_view_of_the_held_cast() -> None:
+    block = Block()
+
+    def fn(x: Tensor) -> Tensor:
+        y = block.norm(x).view(-1, SIZE)
+        return gelu(torch.addmm(block.up.bias, y, block.up.weight.t()))
+
+    region = recollect.checkpoint(fn, policy=policies.save_ops("aten.native_layer_norm.default"))
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    with block.norm.register_forward_hook(lambda *call: made.append(weakref.ref(call[2].untyped_storage()))):
+        assert_same_steps(fn, region, [*block.norm.parameters(), *block.up.parameters()])
+        made.clear()
+        loss = run(region, torch.randn(2, 4, SIZE, requires_grad=True))
+    assert made[0]() is None
+    loss.backward()
+
+
+def test_a_value_that_is_also_read_as_it_is_is_held_itself() -> None:
+    block = Block()
+
+    def fn(x: Tensor) -> Tensor:
+        y: Tensor = block.norm(x)
+        return gelu(block.up(y)).sum(-1, keepdim=True) * y.tanh()
+
+    region = recollect.checkpoint(fn, policy=policies.save_ops("aten.native_layer_norm.default"))
+    assert_same_steps(fn, region, [*block.norm.parameters(), *block.up.parameters()])
+    assert how(region).startswith("recomputed by replaying")
+
+
+def test_a_held_cast_of_zeros_stands_for_no_other_value() -> None:
+    """While it is learned, what is normalized and its cast are zeros, and so are many others."""
+    block = Block()
+    nn.init.zeros_(block.norm.weight)
+    nn.init.zeros_(block.norm.bias)
+
+    def fn(x: Tensor) -> Tensor:
+        y: Tensor = block.norm(x)
+        return gelu(block.up(y)) + nn.functional.bilinear(y, y, bilinear)
+
+    bilinear = torch.randn(4 * SIZE, SIZE, SIZE)
+    region = recollect.checkpoint(fn, policy=policies.save_ops("aten.native_layer_norm.default"))
+    run(region, torch.randn(2, 4, SIZE, requires_grad=True)).backward()
+    with torch.no_grad():
+        block.norm.weight.normal_()
+        block.norm.bias.normal_()
+    assert_same_steps(fn, region, [*block.norm.parameters(), *block.up.parameters()])
+
+
 def test_a_parameter_that_changes_before_backward_is_refused() -> None:
     block = Block()
     region = recollect.checkpoint(block, policy=policies.save_matmuls)

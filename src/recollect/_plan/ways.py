@@ -8,7 +8,7 @@ switched inside of a module, arguments that may change, code that is compiled al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from recollect._core.calls import OpCall
 from recollect._core.pace import is_bound_by_host
@@ -16,6 +16,8 @@ from recollect._core.profiles import Clock
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Treatment, Way, find_recomputed
 
+_GIVEN_COPIES = ("aten.addmm.", "aten.baddbmm.", "aten.bmm.", "aten.convolution.", "aten.mm.")
+_CASTS = "aten._to_copy."  # what is also laid out anew has other strides, and is not given
 _PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its own calls it
 
 
@@ -111,25 +113,36 @@ def find_kept_of(problem: Problem, run: Run, number: int) -> list[int]:
 def find_copied(problem: Problem, run: Run) -> dict[int, tuple[int, ...]]:
     """Storages of which backward asks for copies in another dtype alone, and those copies.
 
-    Replay keeps the copies if it is told to keep what they are copied from, provided that they take less, and that the
-    calls which copy are not made again.
+    Replay keeps the copies if it is told to keep what they are copied from, provided that they take less, and that of
+    the calls which copy only products are made again: they are given the copies.
     """
     known: dict[tuple[str, int], dict[int, tuple[int, ...]]] = problem.derived.setdefault("copied", {})
     key = (run.path, run.first)
     if key not in known:
         known[key] = {}
         for storage in {at for number in problem.inner_casts for at in problem.reads[number]}.intersection(run.makes):
-            readers = [number for number in problem.read_by[storage] if problem.makes[number]]
-            copies = tuple(at for number in readers for at in problem.makes[number])
+            copies = _follow_copies(problem, run, storage)
             if (
-                storage not in run.needs
-                and set(readers) <= problem.inner_casts
-                and run.needs.issuperset(copies)
+                copies
+                and storage not in run.needs
                 and can_be_kept(problem, run, run.makes[storage][0])
                 and sum(problem.sizes[at] for at in copies) <= problem.sizes[storage]
             ):
                 known[key][storage] = copies
     return known[key]
+
+
+def _follow_copies(problem: Problem, run: Run, storage: int) -> tuple[int, ...]:
+    """What backward asks for of a storage, through copies of copies; nothing if another call reads it."""
+    found: list[int] = []
+    waiting = [storage]
+    while waiting:
+        readers = [number for number in problem.read_by[waiting.pop()] if problem.makes[number]]
+        if not readers or not problem.inner_casts.issuperset(readers):
+            return ()
+        for copy in (at for number in readers for at in problem.makes[number]):
+            (found if copy in run.needs else waiting).append(copy)
+    return tuple(found)
 
 
 def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[Way, frozenset[int]]:
@@ -146,13 +159,22 @@ def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[W
         if not copied:
             return way, held
         again = {call for _, some in find_recomputed(problem, run, Treatment(way=way, kept=held)) for call in some}
-        used = [
-            at for at, copies in copied.items() if any(again.intersection(problem.read_by[copy]) for copy in copies)
-        ]
+        used = [at for at, copies in copied.items() if not again.isdisjoint(find_copying(problem, run, copies))]
         if not used:
             return way, held
         for storage in used:  # a call that copies it is made again, and takes what it copied
             del copied[storage]
+
+
+def find_copying(problem: Problem, run: Run, copies: Iterable[int]) -> list[int]:
+    """The calls that, made again, would copy again what these are copies of: those that are not given the copies."""
+    return [
+        number
+        for copy in copies
+        for number in problem.read_by[copy]
+        if not problem.calls[number].op.startswith(_GIVEN_COPIES)
+        or not all(problem.calls[maker].op.startswith(_CASTS) for maker in run.makes[copy])
+    ]
 
 
 def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:

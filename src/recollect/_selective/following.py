@@ -30,6 +30,7 @@ from recollect._selective.program import (
     Bound,
     Call,
     Cast,
+    HeldCast,
     Inner,
     Program,
     Unfixed,
@@ -72,6 +73,7 @@ class Following(FunctionMode):
         self._calls = program.calls
         self._next = 0
         self._pending: list[tuple[Tensor, View | int]] = []
+        self._casts: list[tuple[HeldCast, Tensor, int]] = []  # what is held of some numbers, and its version
         self._draws = Draws()
         self._autocast = any_autocast_enabled()
         self._run = current_run()
@@ -326,9 +328,10 @@ class Following(FunctionMode):
         """
         add_handle, refs, pending, versions = frame.handles.append, self._refs, self._pending, self.bound.versions
         sources, size, number = self.program.sources, len(self.program.sources), count(FIRST).__next__
+        casts, add_cast = self.program.held_casts, self._casts.append
         held = frame.held = {}
 
-        def pack(tensor: Tensor) -> int:
+        def pack(tensor: Tensor) -> int:  # noqa: C901
             handle = number()
             index = handle - FIRST
             add_handle(handle)
@@ -339,6 +342,8 @@ class Following(FunctionMode):
             if source is HELD:
                 value = tensor.detach() if self._is_calling else quietly(Tensor.detach)(tensor)
                 held[index] = (value, value._version)  # noqa: SLF001
+                if index in casts:
+                    add_cast((casts[index], *held[index]))
             elif type(source) is int:
                 known = refs[source]
                 if known is None:
@@ -376,6 +381,15 @@ class Following(FunctionMode):
                 self.why_broken = _OTHER_WAYS
         self._pending.clear()
 
+    def _bind_casts(self) -> None:
+        """Hold casts in place of what they were made of: calls that are made again would cast it again."""
+        for cast, tensor, version in self._casts:
+            if (tensor.dtype, tensor.shape, tensor.stride()) != cast.kind:
+                self.why_broken = self.why_broken or _OTHER_WAYS
+                continue
+            self.bound.held[cast.number], self.bound.versions[cast.number] = tensor.view(cast.shape), version
+        self._casts.clear()
+
     def _note_draw(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         now, is_known = self._draws.begin(args, kwargs)
         self.bound.states[index] = now
@@ -397,6 +411,7 @@ class Following(FunctionMode):
             self.why_broken = _OTHER_CALLS
         if self.why_broken is None and self._pending:
             self._check_pending()
+        self._bind_casts()
         if not self._draws.are_all(moved):
             self.why_broken = self.why_broken or _OTHER_DRAWS
         self._pending.clear()

@@ -225,6 +225,21 @@ class Cast:
         return int(math.prod(shape) * dtype.itemsize)
 
 
+class HeldCast:
+    """A saved tensor that is held, and of which replay also takes the value that it is a cast of.
+
+    Attributes:
+        number: of that value: all that replay calls with it would cast it again.
+        shape: of that value.
+        kind: dtype, shape and strides of the saved tensor, which has no gaps.
+    """
+
+    __slots__ = ("kind", "number", "shape")
+
+    def __init__(self, number: int, shape: Any, kind: tuple[Any, ...]) -> None:
+        self.number, self.shape, self.kind = number, shape, kind
+
+
 class Held:
     """A saved tensor that is held as it is: a parameter, a kept value, a view of one, or made inside a kept call."""
 
@@ -250,11 +265,13 @@ class Program:
         bases: the numbers that others are views of.
         draws: whether one of the calls does.
         inner: for each call with inner saved tensors, the indices in `sources`.
+        held_casts: by index in `sources`: held saved tensors that stand for the values that they are casts of.
         scratch: the numbers of which no call needs the values.
     """
 
     __slots__ = (
-        *("bases", "calls", "draws", "inner", "inputs", "makers", "metas", "scratch", "sources", "uses", "views"),
+        *("bases", "calls", "draws", "held_casts", "inner", "inputs", "makers", "metas", "scratch", "sources", "uses"),
+        "views",
     )
 
     def __init__(self) -> None:
@@ -268,6 +285,7 @@ class Program:
         self.inputs: dict[int, int] = {}
         self.uses: list[int] = []
         self.inner: dict[int, list[int]] = {}
+        self.held_casts: dict[int, HeldCast] = {}
         self.scratch: frozenset[int] = frozenset()
 
     def count_uses(self, wanted: list[int], held: list[Any]) -> list[int]:

@@ -307,6 +307,10 @@ class Recording(FunctionMode):
             self._casts[id(tensor)] = cast
         return self._casts[id(tensor)]
 
+    def _find_saved_cast(self, at: int) -> Cast | None:
+        tensor, owner, _ = self.saved[at]
+        return None if owner is None else self.find_cast(tensor, owner)
+
     def _find_origin(self, tensor: Tensor, entry: RecordedCall) -> tuple[int | None, bool]:
         """The argument that was cast or copied to this tensor, and whether it was copied.
 
@@ -399,7 +403,8 @@ class Recording(FunctionMode):
             raw.metas.append(read_meta(tensor))
         self._place_inner(raw, inside, kept, held)
         mine = {number for index in kept for number in self.entries[index].outs}
-        hold_casts(raw, held, mine - self.overwritten)
+        saved = [tensor for tensor, _, _ in self.saved]
+        hold_casts(raw, held, mine - self.overwritten, saved, self._find_saved_cast)
         uses = raw.count_uses(list(range(len(raw.sources))), held)
         if any(uses[number] and self._makers[number] == NOWHERE for number in self.overwritten):
             self.broken(WRITES)  # into what others own, and backward needs it as it was

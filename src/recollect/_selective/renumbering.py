@@ -9,6 +9,7 @@ from recollect._selective.program import (
     Bound,
     Call,
     Cast,
+    HeldCast,
     Inner,
     Link,
     Listed,
@@ -28,6 +29,7 @@ class Renumbering:
 
     def __init__(self, recording: Recording, raw: Program, held: list[Any], uses: list[int]) -> None:
         self._recording, self._raw, self._held, self._uses = recording, raw, held, uses
+        self._in_cast = {cast.number for cast in raw.held_casts.values()}  # what is held of these are casts
         needed = {n for n, count in enumerate(uses) if count}
         # Views have numbers too: not to be made, but to be known again where a call takes them.
         needed |= {n for n, view in enumerate(raw.views) if view is not None and view.number in needed}
@@ -44,7 +46,8 @@ class Renumbering:
         program.inputs = {new[number]: leaf for number, leaf in recording.inputs.items() if number in new}
         bound = Bound(len(new), len(recording.entries))
         for number, place in new.items():
-            bound.versions[place] = recording.versions[number]
+            is_cast = number in self._in_cast
+            bound.versions[place] = held[number]._version if is_cast else recording.versions[number]  # noqa: SLF001
             if held[number] is not None and raw.views[number] is None:
                 bound.held[place] = hold(held[number])
         inner_calls = {source.call for source in raw.sources if isinstance(source, Inner)}
@@ -78,6 +81,11 @@ class Renumbering:
             program.sources.append(renumbered)
             if isinstance(renumbered, View):
                 bases.add(renumbered.number)
+        program.held_casts = {
+            at: HeldCast(new[cast.number], cast.shape, cast.kind)
+            for at, cast in raw.held_casts.items()
+            if cast.number in new
+        }
         program.bases, program.draws = frozenset(bases), bool(drawing)
         for call in program.calls:
             call.is_base = call.number in bases
@@ -107,7 +115,11 @@ class Renumbering:
         views = {place: self._view(self._raw.views[number]) for place, number in enumerate(entry.outs) if number in new}
         call.views = {place: view for place, view in views.items() if view is not None} or None
         call.kept = frozenset(
-            place for place in views if views[place] is None and self._held[entry.outs[place]] is not None
+            place
+            for place in views
+            if views[place] is None
+            and self._held[entry.outs[place]] is not None
+            and entry.outs[place] not in self._in_cast
         )
         call.is_recorded = is_recorded
         knows_all = all(number in new for number in entry.links)

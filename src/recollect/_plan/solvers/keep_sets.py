@@ -18,7 +18,7 @@ from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Way
 from recollect._plan.solvers.highs import Model
-from recollect._plan.ways import can_be_kept, find_copied, find_forced, find_groups, find_held_for
+from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
 
 _SLICES = 12
 _CALLS_IN_FULL = 300  # a run of more is looked at less closely: it is one of few, and its parts are looked at too
@@ -187,8 +187,8 @@ class Program:
         for row, least in self._list_needs():
             model.require(row, at_least=least)
         for copy in (copy for copies in self._copied.values() for copy in copies if copy in self._kept):
-            # What was kept of a value are its copies: calls that take it are not made again.
-            for reader in self._problem.read_by[copy]:
+            # What was kept of a value are its copies: calls that would copy it again are not made again.
+            for reader in find_copying(self._problem, self._run, [copy]):
                 if reader in self._again:
                     model.require({self._kept[copy]: 1.0, self._again[reader]: 1.0}, at_most=1.0)
         for group in self._find_groups() if not self._is_bound else ():
