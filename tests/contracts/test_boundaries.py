@@ -32,9 +32,9 @@ FREE_OF_TORCH = (
     "recollect._core.plan_text",
     "recollect._core.profile_text",
     "recollect._core.profiles",
-    "recollect._core.pace",
     "recollect._core.patterns",
     "recollect._core.plans",
+    "recollect._core.queues",
     "recollect._core.timeline",
     "recollect._core.units",
 )
