@@ -68,7 +68,7 @@ def filled(page: str, name: str, files: list[dict[str, Any]]) -> str:
             return match[0]
         last = next(found for found in reversed(files) if any(case["name"] in cases for case in found["cases"]))
         where = last["environment"]
-        said = f"{where['device']}, torch {where['torch']}, Python {where['python']}; the best of some rounds."
+        said = f"{where['device']}, torch {where['torch']}, Python {where['python']}; of each way its best round."
         return f"{match[1]}\n{said}\n\n{table(list(cases.values()))}\n\n{match[3]}"
 
     place = re.compile(rf"(<!-- table: {re.escape(name)} (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
