@@ -46,7 +46,8 @@ def copy_cheap_values(backward: fx.GraphModule) -> int:
             regions[node.meta.get("ac_graph_id", 0)].append(node)
     if len(regions) != 1:
         return 0
-    again = _made_again(*regions.values(), late)
+    (nodes,) = regions.values()
+    again = _made_again(nodes, late)
     if not again:
         return 0
     copying = _Copying(backward.graph, late, again)
