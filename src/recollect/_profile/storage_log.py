@@ -92,9 +92,10 @@ class StorageLog:
         nbytes = storage.nbytes()
         if nbytes == entry.nbytes:
             return
-        entry.freed_at = max(call, 0)
+        at = max(call, entry.made_at, 0)  # met again by one who only knows that it was there before
+        entry.freed_at = at
         tracked.number = len(self.entries)
-        self.entries.append(StorageLife(nbytes, entry.device, max(call, 0), is_given=entry.is_given))
+        self.entries.append(StorageLife(nbytes, entry.device, at, is_given=entry.is_given))
         self._resized[tracked.key] = tracked
 
     def find_same(self, storage: torch.UntypedStorage) -> int | None:
