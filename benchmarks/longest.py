@@ -1,6 +1,7 @@
 """The longest sequence that trains within a budget: torch's full checkpointing beside `recollect.fit` with levers.
 
     python benchmarks/longest.py --device cuda                          d2048 L16 B4 within 40 GiB, bf16, AdamW
+    python benchmarks/longest.py --device cuda --tokens 38912           whether that trains, and how fast
     python benchmarks/longest.py --dry H200                             the same as dry profiles predict it; no device
     python benchmarks/longest.py --dim 128 --layers 4 --budget 300MiB   small, on the CPU
 
@@ -142,10 +143,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--budget", default="40GiB")
     parser.add_argument("--only", nargs="*", help="which ways")
+    parser.add_argument("--tokens", type=int, nargs="*", help="run `fit` with levers at these lengths, search nothing")
     options = parser.parse_args()
     unit = 1024 if options.device == "cuda" or options.dry else 64
     budget = parse_bytes(options.budget)
     ways: dict[str, Way] = {"plain": plain, "torch full": torch_full, "fit with levers": fit}
+    for tokens in options.tokens or ():
+        peak, seconds_each = try_length(options, fit, tokens, budget)
+        per_token = seconds_each / (tokens * options.batch)
+        print(
+            f"fit with levers {tokens:7d} tokens, {per_token * 1e6:8.2f} µs a token, {peak / 2**30:.1f} GiB", flush=True
+        )
+    if options.tokens:
+        return
     device = options.dry or options.device
     starts: dict[str, int] = {}
     for name, found in predict(options, device, unit) if device != "cpu" else ():
