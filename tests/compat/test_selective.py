@@ -363,6 +363,27 @@ def test_an_operator_that_forward_did_not_run_is_an_error_that_names_its_place()
     )
 
 
+def test_a_kept_operator_that_only_forward_runs_shifts_none_of_the_others() -> None:
+    """What fills a cache runs once: recomputation must not take its result for that of the next product."""
+
+    class Cached:
+        seen: Tensor | None = None
+
+        def __call__(self, x: Tensor) -> Tensor:
+            if self.seen is None:
+                self.seen = x.detach() @ x.detach()
+            return ((x @ x).sin() + self.seen).exp()
+
+    x = leaf(4, 4)
+    assert torch.equal(gradient(functools.partial(run, Cached(), keep=[MM]), x), gradient(Cached(), x))
+
+
+def test_what_is_kept_is_listed_among_what_the_graph_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    y = run(lambda x: (x @ x).sin().exp(), leaf(4, 4), keep=[MM])
+    recollect.print_saved(y.sum())
+    assert "64 B  float32[4, 4]  region '<lambda>' (kept)" in capsys.readouterr().out
+
+
 def test_a_kept_operator_on_other_shapes_is_an_error_that_names_its_place() -> None:
     is_again = False
 

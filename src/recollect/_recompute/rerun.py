@@ -37,10 +37,13 @@ class Rerun:
     __slots__ = ()
 
     def begin(self, frame: Frame, arguments: Arguments) -> tuple[Sides | None, Pack]:
-        """Nothing is around forward but what the region's options say."""
-        del arguments
+        """Nothing is around forward but what the region's options say; that may know a way of its own."""
         make = frame.options.contexts
-        return (None if make is None else _checked_contexts(frame.name, make())), frame.pack()
+        if make is None:
+            return None, frame.pack()
+        sides = _checked_contexts(frame.name, make())
+        take_over = getattr(sides[1], "take_over", None)
+        return sides, frame.pack() if take_over is None else take_over(frame)
 
     def settle(self, frame: Frame) -> None:
         """There is nothing to learn."""

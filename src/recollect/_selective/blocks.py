@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from recollect._core.decisions import Decision
 from recollect._core.operators import tensors_in
-from recollect._core.scope import Watcher, is_last_recomputation, watcher
+from recollect._core.scope import Watcher, watcher
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
-from recollect._recompute.hooks import StopRecomputation, same
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.rng import Source
 from recollect._selective.block_calls import SeenCalls, begin_seeing, calls_of_function, calls_of_module, end_seeing
@@ -29,7 +28,6 @@ from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_call import Hooks, KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.kept_calls import Counter, KeptCalls
 from recollect._selective.recording import Recording
-from recollect._selective.serving_mode import ChoiceMode, ServingMode
 
 Block = tuple[str, str]
 """What kind of block it is, and its path or name."""
@@ -49,7 +47,7 @@ class Wanted:
         self.seen += [calls_of_function(function) for function in functions]
 
 
-class _Side:
+class Side:
     """What forward and recomputation have in common: the watcher of one run of the function."""
 
     __slots__ = ("_counter", "_is_inside", "_tokens", "_wanted", "kept_calls")
@@ -70,7 +68,7 @@ class _Side:
         end_seeing(self._wanted.seen)
 
 
-class Forward(_Side):
+class Forward(Side):
     """Around forward: runs blocks, keeps their results, and lets the mode see the operators outside of them."""
 
     __slots__ = (
@@ -308,99 +306,3 @@ class Forward(_Side):
             kept.copy_out()
             kept.is_written = True
         return kept
-
-
-class Again(_Side):
-    """Around recomputation: gives the results of blocks and operators that forward kept."""
-
-    __slots__ = ("_decisions", "has_served", "knows_states", "mode")
-
-    def __init__(
-        self, kept_calls: KeptCalls, wanted: Wanted, decisions: Decisions, *, mode: ServingMode | ChoiceMode | None
-    ) -> None:
-        super().__init__(kept_calls, wanted)
-        self._decisions, self.mode = decisions, mode
-        self.knows_states = True
-        self.has_served = False
-
-    def serve_nothing(self) -> None:
-        """Kept operators do not fit: from now on they run again."""
-        self.mode = None
-
-    def held(self) -> list[Tensor]:
-        """What is kept."""
-        return [tensor for call in self.kept_calls.calls.values() for tensor in call.tensors]
-
-    def __enter__(self) -> Self:
-        if self.mode is None:
-            self.kept_calls.unpack()
-        self._begin(self)
-        if self.mode is not None:
-            self.mode.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self.mode is not None:
-                self.mode.__exit__(kind, error, trace)
-        finally:
-            self._end()
-            self.kept_calls.let_go()
-        if (
-            self.kept_calls.calls
-            and is_last_recomputation()
-            and (error is None or isinstance(error, StopRecomputation))
-        ):
-            # It stopped before it came there: so it will the next time.
-            self._decisions.unneeded.update(key for key in self.kept_calls.calls if key[0] in self._decisions.blocks)
-
-    def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Give what was kept of a module's call."""
-        found = self._wanted.modules.get(id(module))
-        if found is None or self._is_inside:
-            return call(*args, **kwargs)
-        return self._serve(found[0], call, args, kwargs)
-
-    def call_named(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give what was kept of a named block."""
-        if self._is_inside or self._decisions.rule_for(name) is None:
-            return fn(*args, **kwargs)
-        return self._serve(("region", name), fn, args, kwargs)
-
-    def call_function(
-        self, function: type, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Give what was kept of a custom Function."""
-        name = function.__name__
-        if self._is_inside or self._decisions.rule_for_function(name, self._counter.next(function)) is None:
-            return call(*args, **kwargs)
-        return self._serve(("Function", name), call, args, kwargs)
-
-    def see_named(self, name: str, value: Any) -> None:
-        """Names of values mean nothing here: their makers were kept."""
-
-    def _serve(self, key: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        number = self._counter.next(key)
-        kept = self.kept_calls.take((key, number))
-        if kept is not None and self.knows_states and not kept.must_rerun:
-            if not kept.is_changed:
-                self.has_served = True
-                return kept.serve(is_last=is_last_recomputation())
-            self._decisions.blocks[key].is_written = True  # from the next call on, a copy is kept
-        self._decisions.unneeded.discard((key, number))
-        mode = self.mode
-        self._is_inside = True
-        if mode is not None:
-            mode.is_paused = True
-        push_hooks(same, same)  # what it saves belongs to nobody: its graph is not used
-        try:
-            return call(*args, **kwargs)
-        finally:
-            pop_hooks()
-            self._is_inside = False
-            if mode is not None:
-                mode.is_paused = False

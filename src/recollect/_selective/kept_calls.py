@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from recollect._core.errors import MismatchError
 from recollect._core.scope import is_last_recomputation
 from recollect._core.units import count_noun
@@ -140,6 +142,10 @@ class KeptCalls:
         if self._is_packed:
             for call in self.calls.values():
                 call.let_go()
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [tensor for call in self.calls.values() for tensor in call.tensors]
 
     def take(self, key: Key) -> KeptCall | None:
         """What was kept of a call; in the last recomputation it is let go."""

@@ -8,7 +8,7 @@ looked on. `operator_modes.py` does the same for whatever is not plain.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ from recollect._core.torch_private.intercept import Interception
 from recollect._recompute.hooks import StopRecomputation
 from recollect._selective.kept_call import copy_unseen
 from recollect._selective.kept_calls import Slipped
+from recollect._selective.served_way import Server
+
+if TYPE_CHECKING:
+    from recollect._recompute.match import Recorder
+    from recollect._recompute.rerun import Collector
+    from recollect._recompute.way import Pack
 
 Wanted = dict[Any, dict[int, bool]]
 """By operator: which of its calls are kept, and whether as a copy, because the function writes into the result."""
@@ -29,7 +35,7 @@ Kept = tuple[Any, list[int], int, bool]
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class Serving:
+class Serving(Server):
     """What one execution keeps; the context that its recomputations run under.
 
     Args:
@@ -92,6 +98,17 @@ class Serving:
     def serve_nothing(self) -> None:
         """What was kept does not fit: from now on everything runs again."""
         self.is_off = True
+
+    def check(self, recorder: Recorder | Collector) -> Pack:
+        """Each operator is asked after how many saved tensors it is met."""
+        pack = recorder.pack()
+        self.count_made = recorder.count_made
+        return pack
+
+    def gives_less(self, error: RuntimeError) -> bool:
+        """Kept operators do not fit if the function did something only once, such as filling a cache."""
+        self.is_off = self.is_off or isinstance(error, Slipped)
+        return isinstance(error, Slipped)
 
     def held(self) -> list[Tensor]:
         """What is kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,12 @@ from recollect._selective.kept_call import (
 )
 from recollect._selective.kept_calls import Counter, KeptCalls, Slipped
 from recollect._selective.operator_modes import OperatorMode, at_places, metas_of
+from recollect._selective.served_way import Server
+
+if TYPE_CHECKING:
+    from recollect._recompute.match import Recorder
+    from recollect._recompute.rerun import Collector
+    from recollect._recompute.way import Pack
 
 
 def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +73,7 @@ class ChoiceMode(DispatchMode):
         return func(*args, **kwargs)
 
 
-class ServingMode(OperatorMode):
+class ServingMode(OperatorMode, Server):
     """Gives recomputation what forward kept, in place of running it."""
 
     def __init__(
@@ -136,9 +142,32 @@ class ServingMode(OperatorMode):
         )
         raise Slipped(message)
 
-    def check(self, index: int) -> None:
-        """Saved tensor `index` is made again."""
-        self._kept_calls.tally.check(self._kept_calls.region, index, self.served)
+    def check(self, recorder: Recorder | Collector) -> Pack:
+        """Each saved tensor is asked how many operators were kept before it; where few are seen, each operator is."""
+        pack = recorder.pack()
+        if self.is_paused:
+            return pack
+        if self.ops is not None:
+            self.count_made = recorder.count_made
+            return pack
+        region, tally, index = self._kept_calls.region, self._kept_calls.tally, -1
+
+        def checked(tensor: Tensor) -> Any:
+            nonlocal index
+            index += 1
+            tally.check(region, index, self.served)
+            return pack(tensor)
+
+        return checked
+
+    def gives_less(self, error: RuntimeError) -> bool:
+        """Kept operators do not fit if the function did something only once, such as filling a cache."""
+        self.is_paused = self.is_paused or isinstance(error, Slipped)
+        return isinstance(error, Slipped)
+
+    def held(self) -> list[Tensor]:
+        """What is kept."""
+        return self._kept_calls.tensors()
 
     def _mismatch(self, kept: KeptCall, call: int, given: list[Tensor]) -> None:
         was = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in kept.inputs or ())

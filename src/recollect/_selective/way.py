@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from recollect._core.authors import Role
-from recollect._core.errors import CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
@@ -26,24 +25,24 @@ from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watch
 from recollect._core.torch_private.engine import top_hooks
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
-from recollect._recompute.match import Recorder
-from recollect._recompute.rerun import Collector, Rerun
 from recollect._recompute.rng import sources_by_request
 from recollect._recompute.way import Pack, Sides
 from recollect._selective.asking import Asker
-from recollect._selective.blocks import Again, Forward
+from recollect._selective.blocks import Forward
 from recollect._selective.decisions import Decisions
 from recollect._selective.following import Following
 from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_call import Hooks
-from recollect._selective.kept_calls import KeptCalls, Slipped
+from recollect._selective.kept_calls import KeptCalls
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
 from recollect._selective.learning import learn_program
 from recollect._selective.nested import kept_inside
 from recollect._selective.program import Program
 from recollect._selective.recording import Recording
 from recollect._selective.replay_way import Replaying
+from recollect._selective.served_way import ServedWay, marking
 from recollect._selective.serving import Serving
+from recollect._selective.serving_blocks import Again
 from recollect._selective.serving_mode import ChoiceMode, ServingMode
 from recollect._selective.tensor_classes import TensorClasses, tensor_classes
 from recollect._selective.unmatched import warn_unmatched
@@ -56,7 +55,7 @@ _CALLS_UNTIL_RETRY = 64
 __recollect_role__ = Role.REGION
 
 
-class SelectiveWay(Rerun):
+class SelectiveWay(ServedWay):
     """One execution under a policy, until its forward is over and, where it has no program, beyond."""
 
     __slots__ = (
@@ -215,16 +214,9 @@ class SelectiveWay(Rerun):
         make = frame.pack()
         if self._mode is None or self._again is None or self._mode.ops is not None:
             return make
-        tally = self._again.kept_calls.tally
-        note_saved = None if self._recording is None else self._recording.note_saved
-
-        def mark(tensor: Tensor) -> Any:
-            tally.marks.append(tally.count)
-            if note_saved is not None:
-                note_saved(tensor)
-            return make(tensor)
-
-        return mark
+        if self._recording is not None:
+            make = _telling(self._recording.note_saved, make)
+        return marking(make, self._again.kept_calls.tally)
 
     def settle(self, frame: Frame) -> None:
         """After forward: what was learned, and by which way the values will come back."""
@@ -351,52 +343,10 @@ class SelectiveWay(Rerun):
         """A pass asks for the first time: all forwards of the step are over."""
         warn_unmatched(self._knowledge.given)
 
-    def refill(self, frame: Frame, *, is_last: bool) -> None:
-        """Run the function again and skip what was kept."""
-        self._served_or_not(frame, lambda: super(SelectiveWay, self).refill(frame, is_last=is_last))
-
-    def read(self, frame: Frame, index: int) -> Tensor:
-        """The same as far as to one saved tensor."""
-        return self._served_or_not(frame, lambda: super(SelectiveWay, self).read(frame, index))
-
     def _served_or_not(self, frame: Frame, run: Callable[[], T]) -> T:
-        """Run the function again; where what was kept does not fit, once more without it.
-
-        Kept operators do not fit if the function did something only once, such as filling a cache; kept blocks, if it
-        runs a backward pass itself, through a graph that they were cut out of.
-        """
         frame.metas += [None] * (len(frame.handles) - len(frame.metas))  # of a program that is not followed after all
         self._begin_pass()
-        context = frame.recompute_context
-        try:
-            return run()
-        except Slipped:
-            assert isinstance(context, Again | Serving)
-            context.serve_nothing()
-        except CheckpointError:
-            raise
-        except RuntimeError:
-            if not isinstance(context, Again) or not context.has_served:
-                raise
-            context.knows_states, self._decisions.has_backward = False, True
-        return run()
-
-    def hook(self, frame: Frame, recorder: Recorder | Collector) -> Pack:
-        """Where operators are served, each must be the one that was kept."""
-        context, pack = frame.recompute_context, recorder.pack()
-        if isinstance(context, Serving):
-            context.count_made = recorder.count_made
-        elif isinstance(context, Again) and isinstance(context.mode, ServingMode):
-            if context.mode.ops is None:
-                return _checking(pack, context.mode)
-            context.mode.count_made = recorder.count_made
-        return pack
-
-    def held(self, frame: Frame) -> list[tuple[str, Any]]:
-        """What is kept."""
-        context = frame.recompute_context
-        found = context.held() if isinstance(context, Again | Serving) else []
-        return [("kept", tensor) for tensor in found]
+        return super()._served_or_not(frame, run)
 
 
 def _tensor_classes() -> TensorClasses:
@@ -404,14 +354,11 @@ def _tensor_classes() -> TensorClasses:
     return tensor_classes(may_be_fake=are_apart())
 
 
-def _checking(pack: Pack, mode: ServingMode) -> Pack:
-    """The hook of a recomputation, which also sees that kept operators are served as they were kept."""
-    index = -1
+def _telling(note_saved: Callable[[Tensor], None], pack: Pack) -> Pack:
+    """The pack hook of a forward that is recorded."""
 
-    def checked(tensor: Tensor) -> Any:
-        nonlocal index
-        index += 1
-        mode.check(index)
+    def tell(tensor: Tensor) -> Any:
+        note_saved(tensor)
         return pack(tensor)
 
-    return checked
+    return tell

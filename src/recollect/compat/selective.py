@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy  # torch's own, so that its users' policies mean the same here
@@ -27,7 +27,12 @@ from recollect._policy.base import CallPolicy
 from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_call import KeptCall
 from recollect._selective.kept_calls import Counter, KeptCalls
+from recollect._selective.served_way import SERVED, marking
 from recollect._selective.serving_mode import ServingMode
+
+if TYPE_CHECKING:
+    from recollect._recompute.frame import Frame
+    from recollect._recompute.way import Pack
 
 _aten, _profiler = torch.ops.aten, torch.ops.profiler
 
@@ -281,6 +286,11 @@ class _Again(ServingMode):
 
     def __init__(self, kept_calls: _KeptCalls) -> None:
         super().__init__(kept_calls, refuse=kept_calls.refuse)
+
+    def take_over(self, frame: Frame) -> Pack:
+        """A region begins under these contexts: what was kept is given by its way, which needs to be told the order."""
+        frame.way = SERVED
+        return marking(frame.pack(), self._kept_calls.tally)
 
     def __enter__(self) -> Self:
         """A recomputation starts: count from the beginning, as far as forward came."""
