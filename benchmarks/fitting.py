@@ -12,70 +12,25 @@ Times are the processor's, so that others on the machine disturb them less; on a
 """
 
 import argparse
-import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import packaged
 import torch
 from packaged import MODELS, Packaged, Size, available
+from phases import watched
 from torch import Tensor, nn
 
 import recollect
 from recollect import BudgetError
-from recollect._fit import fit as fitting
-from recollect._fit import run, work
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its products may add in any order
 FIGURES = ("llama", "mixtral", "gpt2", "t5", "whisper", "vit", "convnext", "unet")
 ALLOWED_STEPS, ALLOWED_S = 30, 10
-
-
-class Phases:
-    """The time that calls of named functions take, the inner ones taken off the outer ones."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._open = clock, list[float]()
-        self.seconds: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
-
-    def watch(self, stack: contextlib.ExitStack, owner: Any, name: str, phase: str) -> None:
-        own = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._open.append(0.0)
-            started = self._clock()
-            try:
-                return own(*args, **kwargs)
-            finally:
-                took = self._clock() - started
-                inner = self._open.pop()
-                self.seconds[phase] = self.seconds.get(phase, 0.0) + took - inner
-                self.counts[phase] = self.counts.get(phase, 0) + 1
-                if self._open:
-                    self._open[-1] += took
-
-        setattr(owner, name, timed)
-        stack.callback(setattr, owner, name, own)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{phase} {self.counts[phase]}x {took:.1f} s" for phase, took in self.seconds.items())
-
-
-@contextlib.contextmanager
-def watched(clock: Callable[[], float]) -> Iterator[Phases]:
-    phases = Phases(clock)
-    with contextlib.ExitStack() as stack:
-        phases.watch(stack, run.Runner, "profile_plainly", "profile")
-        phases.watch(stack, run.Runner, "measure", "run")
-        phases.watch(stack, work, "find_frontier", "solve")
-        phases.watch(stack, work.Bound, "seconds", "bound")
-        phases.watch(stack, fitting, "apply", "apply")
-        yield phases
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

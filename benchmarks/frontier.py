@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from phases import watched
 from profiles import make_step
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -66,8 +67,14 @@ class Bench:
         return recollect.profile(make_step(self.case), self.model, self.optimizer, *self.inputs)
 
     def fit(self, budget: int, tiers: str | None) -> recollect.Plan:
-        """The plan that `fit` finds with levers."""
-        with recollect.fit(self.model, step=self.step, budget=budget, tiers=tiers, levers=LEVERS) as fitted:
+        """The plan that `fit` finds with levers; says how long that took, and what for."""
+        started = time.perf_counter()
+        with (
+            watched(time.perf_counter) as phases,
+            recollect.fit(self.model, step=self.step, budget=budget, tiers=tiers, levers=LEVERS) as fitted,
+        ):
+            took_s = time.perf_counter() - started
+            print(f"  fitted in {took_s:.1f} s, {fitted.tries} tries: {phases}", flush=True)
             return fitted.plan
 
     def measure(self, repeats: int, warm: int) -> tuple[float, int]:

@@ -12,9 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 import recollect
 from recollect._core.levers import PlannedLever
 from recollect._fit import work
+from recollect._fit.run import Runner
 from recollect._levers import lazy_logits
 from recollect._levers.lazy_logits import LazyLogits
 from recollect._plan.frontier import Frontier, find_frontier
+from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.problem import Problem
 from tests.models import Block
 
@@ -154,7 +156,7 @@ def test_what_no_plan_can_reach_is_not_searched_for_at_each_lever(monkeypatch: p
     monkeypatch.setattr(work, "find_frontier", search)
     with pytest.raises(recollect.BudgetError, match=r"no plan fits 1.00 KiB"):
         recollect.fit(Net(), (TOKENS, TOKENS), loss=lose, budget="1KiB", levers={"chunked_loss", "micro_batches"})
-    assert len(searched) == 2  # of the plain step, and of the last that was tried, for the refusal
+    assert len(searched) == 1  # of the last that was tried, for the refusal
 
 
 def test_micro_batches_of_a_summed_loss_are_not_averaged() -> None:
@@ -219,6 +221,43 @@ def test_levers_that_change_gradients_are_found_out(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"levers 'chunked_loss' change the gradient of '.*': its norm is .* without"):
         recollect.fit(model, (TOKENS, TOKENS), loss=lose, budget=budget, levers={"chunked_loss"})
     assert isinstance(model(TOKENS), Tensor)
+
+
+def test_gradients_with_levers_are_compared_without_a_profile_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled: list[bool] = []
+
+    def count(self: Runner, **options: Any) -> recollect.Profile:
+        profiled.append(options.get("is_timed", True))
+        return own(self, **options)
+
+    own = Runner._profile
+    monkeypatch.setattr(Runner, "_profile", count)
+    with recollect.fit(
+        Net(), (TOKENS, TOKENS), loss=lose, budget=int(find_floor() * 0.8), levers={"chunked_loss"}
+    ) as fitted:
+        assert fitted.plan.levers
+    assert profiled == [True, True, True]  # plain, with the lever, and under the plan
+
+
+def test_what_was_measured_for_the_plain_step_holds_with_levers(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(device: str, *, is_autocast: bool) -> dict[str, Overhead]:
+        measured.append(device)
+        return dict(USUAL)
+
+    def find_link(tier: str, profile: recollect.Profile) -> float:
+        measured.append(tier)
+        return 1e9
+
+    monkeypatch.setattr(work, "measure_overheads", measure)
+    monkeypatch.setattr(work, "_measure_link", find_link)
+    budget = int(find_floor() * 0.99)
+    with recollect.fit(
+        Net(), (TOKENS, TOKENS), loss=lose, budget=budget, levers={"chunked_loss"}, tiers="disk"
+    ) as fitted:
+        assert fitted.plan.levers
+    assert sorted(measured) == ["cpu", "disk"]
 
 
 def test_modules_may_be_named_and_are_refused_if_they_cannot_be_cut(caplog: pytest.LogCaptureFixture) -> None:

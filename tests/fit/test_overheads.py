@@ -59,6 +59,24 @@ def test_measuring_warns_of_nothing_where_backward_has_a_thread_of_its_own(monke
         assert measure_overheads()["replay"] != USUAL["replay"]
 
 
+def test_a_busy_machine_is_measured_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[nn.Module] = []
+
+    def count(model: nn.Module, *args: Any, **options: Any) -> Any:
+        timed.append(model)
+        return own(model, *args, **options)
+
+    own = measuring._time_once
+    monkeypatch.setattr(measuring, "_time_once", count)
+    monkeypatch.setattr(measuring, "_LONG_S", float("inf"))
+    measure_overheads()
+    usually = len(timed)
+    timed.clear()
+    monkeypatch.setattr(measuring, "_LONG_S", 0.0)
+    measure_overheads()
+    assert len(timed) == len(dict.fromkeys(timed)) * (measuring._WARM + measuring._REPEATS) < usually
+
+
 def test_regions_are_measured_as_plans_have_them_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool | None] = []
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from recollect._profile import links
-from recollect._profile.links import Link, measure_copies, measure_disk, measure_links, measure_memory, try_pinning
+from recollect._profile.links import (
+    Link,
+    measure_copies,
+    measure_disk,
+    measure_links,
+    measure_memory,
+    measure_pinned,
+    try_pinning,
+)
 
 SMALL = 2**20
 
@@ -89,3 +97,11 @@ def test_every_way_between_host_and_device_is_measured() -> None:
 
 def test_a_link_is_data() -> None:
     assert Link(name="x", bytes_per_s=1.0) == Link(name="x", bytes_per_s=1.0)
+
+
+def test_pinned_memory_is_measured_both_ways_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, dtype: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    found = list(measure_pinned(torch.device("cpu"), SMALL))
+    assert [link.name for link in found] == ["host to cpu, pinned", "cpu to host, pinned"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from recollect._core.levers import CHUNKED_LOSS, MICRO_BATCHES, PlannedLever
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
+from recollect._fit.gradients import GradientNorms
 from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
 from recollect._fit.plan import find_device_bytes
@@ -25,7 +26,7 @@ from recollect._fit.plan import plan_full as make_full_plan
 from recollect._fit.ranks import Ranks
 from recollect._fit.run import Runner
 from recollect._fit.steps import Steps
-from recollect._fit.work import work_for
+from recollect._fit.work import take_measured, work_for
 from recollect._plan.budget import SMALLEST, parse_budget
 from recollect._plan.solvers.bound import find_least_bytes
 
@@ -73,6 +74,8 @@ class Attempt:
         levers: what is done beyond values.
         parts: how many times `run` runs in a step.
         weight: what the loss of each is multiplied with.
+        gradients: how large they are in the step with the levers, by parameter; empty if nobody looked.
+        plain_gradients: likewise, without them.
     """
 
     subject: Subject
@@ -82,6 +85,8 @@ class Attempt:
     levers: tuple[PlannedLever, ...] = ()
     parts: int = 1
     weight: float = 1.0
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    plain_gradients: Mapping[str, float] = field(default_factory=dict)
 
     def plan(self, budget: int | str) -> Plan:
         """The best plan within a budget, the same on all processes with this model.
@@ -133,7 +138,7 @@ class Attempt:
 
     def _cannot_fit(self, budget: int | str) -> bool:
         limit = parse_budget(budget, device_bytes=find_device_bytes(self.profile)).bytes
-        if limit is None or self.subject.tiers is not None:
+        if limit is None:
             return False
         return find_least_bytes(work_for(self.profile, None).problem) > limit
 
@@ -188,18 +193,20 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
     """
     inputs = Inputs()
     run = Runner(subject.model, subject.call, subject.optimizer, progress=subject.progress)
+    gradients = _find_norms(subject, asked)
     with inputs.watching(list_candidates(subject.model, asked)):
-        seen = run.profile_plainly()
+        seen = run.profile_plainly(gradients)
     found: tuple[Attempt, Plan] | None = None
     refusals: list[BudgetError] = []
     wants_least = budget == SMALLEST
-    attempt = last = Attempt(subject=subject, run=run, profile=seen, plain=seen)
+    norms = {} if gradients is None else gradients.read()
+    attempt = last = Attempt(subject=subject, run=run, profile=seen, plain=seen, plain_gradients=norms)
     for tried in _list_attempts(attempt, inputs, asked):
         is_enough = tried.parts > 1 if wants_least else not _is_cheap(tried.levers)
         if found is not None and (is_enough or (not found[1].regions and not wants_least)):
             break
         last = tried
-        if tried.levers and tried.cannot_fit(budget):
+        if asked and tried.cannot_fit(budget):
             continue
         try:
             plan = tried.plan(budget)
@@ -234,11 +241,23 @@ def _list_attempts(first: Attempt, inputs: Inputs, asked: Asked) -> Iterator[Att
     ranks = subject.ranks
     for lever in ranks.decide(lambda: plan_levers(subject.model, first.plain, inputs, asked)).values():
         chosen = (*chosen, lever)
+        gradients = _find_norms(subject, asked)
         with apply(subject.model, Plan(levers=chosen)):
-            seen = first.run.profile_plainly()
-        yield replace(first, profile=seen, levers=chosen)
+            seen = first.run.profile_plainly(gradients)
+        take_measured(seen, first.plain)
+        norms = {} if gradients is None else gradients.read()
+        yield replace(first, profile=seen, levers=chosen, gradients=norms)
     if MICRO_BATCHES in asked:
         yield from _list_micro_batches(replace(first, levers=chosen), asked[MICRO_BATCHES])
+
+
+def _find_norms(subject: Subject, asked: Asked) -> GradientNorms | None:
+    """What notes gradients while a step is profiled, if they may have to be compared.
+
+    Not among several processes: where memory runs out on one of them, it alone would have none.
+    """
+    is_compared = any(name != MICRO_BATCHES for name in asked) and subject.ranks.are_alone
+    return GradientNorms(subject.model) if is_compared else None
 
 
 def _list_micro_batches(base: Attempt, said: int | None) -> Iterator[Attempt]:
@@ -254,6 +273,7 @@ def _list_micro_batches(base: Attempt, said: int | None) -> Iterator[Attempt]:
         run = Runner(subject.model, call, subject.optimizer, has_gradients=True, progress=subject.progress)
         with apply(subject.model, Plan(levers=base.levers)):
             seen = run.profile_plainly()
+        take_measured(seen, base.plain)
         lever = PlannedLever(name=MICRO_BATCHES, parts=parts)
         yield replace(base, run=run, profile=seen, levers=(*base.levers, lever), parts=parts, weight=weight)
 

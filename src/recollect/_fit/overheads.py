@@ -28,6 +28,7 @@ _CALLS, _DRAWS = 19, 3  # of torch, in a layer; attention counts as drawing wher
 _WIDTH, _TOKENS = 8, 4
 _DROPOUT = 0.1
 _WARM, _ROUNDS, _REPEATS = 4, 4, 3
+_LONG_S = 1.0  # after that no further round begins: on a machine that is busy, single steps take tens of milliseconds
 _WAYS = ("plain", "rerun", "serve", "replay")
 _FEWER, _DRAWING, _PLAIN_DRAWING = "replay of fewer calls", "replay that draws", "plain that draws"
 _FARTHEST = 16.0  # from what is usual: beyond that it was not the region that took so long
@@ -107,6 +108,7 @@ def _time_all(device: str, *, is_autocast: bool) -> dict[tuple[str, int], _Times
     }
     found: dict[tuple[str, int], list[_Times]] = {}
     models: dict[tuple[str, int], nn.Module] = {}
+    started = time.perf_counter()
     with ExitStack() as stack:
         for name, (what, dropout) in whats.items():
             for size in _SIZES if name in _WAYS else _SIZES[1:]:
@@ -116,7 +118,9 @@ def _time_all(device: str, *, is_autocast: bool) -> dict[tuple[str, int], _Times
                     stack.enter_context(apply(model, {"0": what}))
                 for _ in range(_WARM):
                     _time_once(model, device, is_autocast=is_autocast)
-        for _ in range(_ROUNDS):
+        for rounds in range(_ROUNDS):
+            if rounds and time.perf_counter() - started > _LONG_S:
+                break
             for key, one in models.items():
                 times = (_time_once(one, device, is_autocast=is_autocast) for _ in range(_REPEATS))
                 found.setdefault(key, []).extend(times)

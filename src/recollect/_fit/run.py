@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recollect._apply.targets import by_name, find_targets
 from recollect._core.profiles import Profile
-from recollect._core.sharded import is_sharded
 from recollect._fit.batches import Call
 from recollect._fit.compiled import as_written, hides_memory
+from recollect._fit.gradients import GradientNorms
 from recollect._inspect.profile import profile_step
 
 _log = logging.getLogger("recollect")
@@ -45,10 +44,14 @@ class Runner:
         self._model, self._call, self._has_gradients = model, call, has_gradients
         self._optimizer, self._progress = optimizer, progress
 
-    def profile_plainly(self) -> Profile:
-        """The step as it is now: a real one if there is room for it, else one on fake tensors."""
+    def profile_plainly(self, gradients: GradientNorms | None = None) -> Profile:
+        """The step as it is now: a real one if there is room for it, else one on fake tensors.
+
+        Args:
+            gradients: notes those of a real step, which then runs once more for it.
+        """
         try:
-            return self._profile()
+            return self._profile(once_more=None if gradients is None else gradients.watching())
         except torch.OutOfMemoryError:
             _log.info("recollect.fit: the plain step does not fit; it is profiled on fake tensors")
         except (TypeError, AttributeError) as error:
@@ -73,29 +76,18 @@ class Runner:
 
     def measure_gradients(self) -> dict[str, float] | None:
         """How large the gradients are in a step as it is now, of what this process has; None if memory ran out."""
-        norms: dict[str, Tensor] = {}
-
-        def note(name: str, grad: Any) -> None:
-            norms[name] = (grad.to_local() if is_sharded(grad) else grad).detach().float().norm()
-
-        def watch(name: str, parameter: Any) -> Any:
-            if is_sharded(parameter):  # FSDP sets its gradient when it is reduced: autograd has none for it
-                return parameter.register_post_accumulate_grad_hook(lambda one: note(name, one.grad))
-            return parameter.register_hook(lambda grad: note(name, grad))
-
-        trained = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
-        handles = [watch(name, parameter) for name, parameter in trained]
+        gradients = GradientNorms(self._model)
         try:
-            self._profile(is_timed=False)
+            with gradients.watching():
+                self._profile(is_timed=False)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return None
-        finally:
-            for handle in handles:
-                handle.remove()
-        return {name: norm.item() for name, norm in norms.items()}
+        return gradients.read()
 
-    def _profile(self, *, dry: bool = False, is_timed: bool = True) -> Profile:
+    def _profile(
+        self, *, dry: bool = False, is_timed: bool = True, once_more: AbstractContextManager[None] | None = None
+    ) -> Profile:
         call = self._call
         with _gradients_present(self._model) if self._has_gradients else nullcontext():
             seen = profile_step(
@@ -109,6 +101,7 @@ class Runner:
                 name=type(self._model).__name__,
                 timed=is_timed,
                 progress=self._progress,
+                once_more=once_more,
             )
         return seen if call.function is self._model else keep_within(seen, self._model)
 

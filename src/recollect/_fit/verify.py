@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from recollect._apply.model import apply
-from recollect._core.levers import CHUNKED_MLP, MICRO_BATCHES
+from recollect._core.levers import CHUNKED_MLP, MICRO_BATCHES, PlannedLever
 from recollect._core.plans import Plan
 from recollect._fit.attempts import Attempt
 
@@ -22,7 +23,7 @@ _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 def compare_gradients(attempt: Attempt) -> None:
-    """Run the step with the levers and without, and compare how large the gradients are.
+    """Compare how large the gradients are with the levers and without; the step runs where nobody looked before.
 
     Not done where there is no room for the plain step, and where chunks draw other random numbers; the log says so.
     Processes with parts of the parameters compare those.
@@ -35,12 +36,12 @@ def compare_gradients(attempt: Attempt) -> None:
     if not levers:
         return
     why = _why_not(model, any(lever.name == CHUNKED_MLP for lever in levers))
-    before = None if why else attempt.run.measure_gradients()
+    has_both = bool(attempt.gradients and attempt.plain_gradients)
+    before = None if why else attempt.plain_gradients if has_both else attempt.run.measure_gradients()
     if before is None:
         _log.info("recollect.fit: gradients with levers were not compared: %s", why or "the plain step does not fit")
         return
-    with apply(model, Plan(levers=tuple(levers))):
-        after = attempt.run.measure_gradients()
+    after = attempt.gradients if has_both else _measure_with(attempt, levers)
     if after is None:
         return
     total = math.hypot(*before.values())
@@ -56,6 +57,11 @@ def compare_gradients(attempt: Attempt) -> None:
                 "cannot follow: leave them out"
             )
             raise ValueError(message)
+
+
+def _measure_with(attempt: Attempt, levers: list[PlannedLever]) -> Mapping[str, float] | None:
+    with apply(attempt.subject.model, Plan(levers=tuple(levers))):
+        return attempt.run.measure_gradients()
 
 
 def _why_not(model: nn.Module, is_cut: bool) -> str:  # noqa: FBT001

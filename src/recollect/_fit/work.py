@@ -14,28 +14,33 @@ from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import Bound
-from recollect._profile.links import measure_copies, measure_disk
+from recollect._profile.links import measure_disk, measure_pinned
 
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
 _MARGIN_SENT = 0.02  # copies on their way hold values longer than their bytes say: 1.5% on an H200
 _TIERS = ("host", "disk", "host, disk")
+_OVERHEADS, _LINK = "overheads", "link to"  # names of what profiles keep that was measured
 _PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
 
 class Work:
-    """What is worked out of one profile, for all budgets; lives with the profile."""
+    """What is worked out of one profile, for all budgets; lives with the profile.
 
-    def __init__(self, profile: Profile, link_bytes_per_s: float | None) -> None:
-        self.problem = Problem(profile, link_bytes_per_s=link_bytes_per_s)
-        self.problem.overheads = _find_overheads(self.problem)
+    Args:
+        problem: the step.
+        here: what is worked out for the same step if nothing is sent away: it holds where something may be, too.
+    """
+
+    def __init__(self, problem: Problem, here: Work | None = None) -> None:
+        self.problem, self._here = problem, here
         self._frontier: Frontier | None = None
 
     def frontier(self, progress: Callable[[int, int], None] | None = None) -> Frontier:
         """All that is worth choosing."""
         if self._frontier is None:
-            self._frontier = find_frontier(
-                self.problem, candidates=functools.partial(list_standard, self.problem), progress=progress
-            )
+            standard = functools.partial(list_standard, self.problem)
+            known = None if self._here is None else self._here.frontier(progress)
+            self._frontier = find_frontier(self.problem, candidates=standard, known=known, progress=progress)
         return self._frontier
 
     @functools.cached_property
@@ -50,10 +55,17 @@ def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:
     device = "cuda" if profile.clock is Clock.DEVICE else "cpu"
     if profile.is_dry or not profile.modules or (device == "cuda" and not torch.cuda.is_available()):
         return USUAL
-    known = profile.derived.get("overheads")
+    known = profile.derived.get(_OVERHEADS)
     if not isinstance(known, dict):
-        known = profile.derived["overheads"] = measure_overheads(device, is_autocast=bool(problem.casts))
+        known = profile.derived[_OVERHEADS] = measure_overheads(device, is_autocast=bool(problem.casts))
     return known
+
+
+def take_measured(profile: Profile, other: Profile) -> None:
+    """What was measured here for another profile of the same model on the same device holds for this one."""
+    for name, known in other.derived.items() if profile.is_dry == other.is_dry else ():
+        if name in (_OVERHEADS, *(f"{_LINK} {tier}" for tier in _TIERS)):
+            profile.derived.setdefault(name, known)
 
 
 def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
@@ -61,7 +73,14 @@ def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
     key = f"plan {link_bytes_per_s}"
     work = profile.derived.get(key)
     if not isinstance(work, Work):
-        work = profile.derived[key] = Work(profile, link_bytes_per_s)
+        if link_bytes_per_s is None:
+            problem = Problem(profile)
+            problem.overheads = _find_overheads(problem)
+            work = Work(problem)
+        else:
+            here = work_for(profile, None)
+            work = Work(here.problem.with_link(link_bytes_per_s), here)
+        profile.derived[key] = work
     return work
 
 
@@ -99,9 +118,9 @@ def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None)
             message = f"link_bytes_per_s={said!r}: expected a number above 0"
             raise ValueError(message)
         return said
-    known = profile.derived.get(f"link to {tier}")
+    known = profile.derived.get(f"{_LINK} {tier}")
     if not isinstance(known, float):
-        known = profile.derived[f"link to {tier}"] = _measure_link(tier, profile)
+        known = profile.derived[f"{_LINK} {tier}"] = _measure_link(tier, profile)
     return known
 
 
@@ -110,8 +129,7 @@ def _measure_link(tier: str, profile: Profile) -> float:
         return min(link.bytes_per_s for link in measure_disk())
     if profile.is_dry or not torch.cuda.is_available():
         return _PCIE_BYTES_PER_S
-    speeds = [link.bytes_per_s for link in measure_copies(torch.device("cuda")) if "pinned" in link.name]
-    return min(speeds, default=_PCIE_BYTES_PER_S)
+    return min((link.bytes_per_s for link in measure_pinned(torch.device("cuda"))), default=_PCIE_BYTES_PER_S)
 
 
 def find_margin_share(profile: Profile, *, sends: bool = False) -> float:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -119,8 +120,13 @@ def profile_step(  # noqa: PLR0913 (as above)
     name: str | None = None,
     timed: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
+    once_more: AbstractContextManager[None] | None = None,
 ) -> Profile:
-    """The same as `profile`; modules of `model`, if one is given, have the paths that they have in it."""
+    """The same as `profile`, for other parts of the library.
+
+    Modules of `model`, if one is given, have the paths that they have in it. In `once_more` a real step that is timed
+    runs once more, unwatched.
+    """
     values = [*inputs, *given.values()]
     _check(step_or_model, loss, optimizer)
     if not dry and (device is not None or dtype is not None):
@@ -156,7 +162,7 @@ def profile_step(  # noqa: PLR0913 (as above)
             for kind in _COUNTERS:
                 counters += find_reachable(kind, step_or_model, values)
             is_model = isinstance(step_or_model, nn.Module)
-            return profiler.take(run, is_timed=timed, is_cleared=is_model, counters=counters)
+            return profiler.take(run, is_timed=timed, is_cleared=is_model, counters=counters, once_more=once_more)
     from recollect._profile.dry.roofline import find_device
     from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
 

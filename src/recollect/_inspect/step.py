@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -126,6 +126,7 @@ class StepProfiler:
         is_timed: bool = True,
         is_cleared: bool = False,
         counters: Iterable[object] = (),
+        once_more: AbstractContextManager[None] | None = None,
     ) -> Profile:
         """Profile a step as it is when it has run some times: regions under policies know their ways by then.
 
@@ -134,6 +135,7 @@ class StepProfiler:
             is_timed: whether to run it again unwatched, for its time; not where nothing is run.
             is_cleared: whether it begins without gradients, as after ``zero_grad``.
             counters: what else knows how many steps there were: schedulers of learning rates, scalers of losses.
+            once_more: in which a step that could be timed runs once more.
         """
         self._is_cleared = is_cleared and self._restores
         if self._restores:
@@ -143,19 +145,26 @@ class StepProfiler:
             self._watch(step)
             if all_knowledge():
                 for _ in range(_REHEARSALS):
-                    self._rewind()
-                    # Nothing could put back what optimizers of a device write.
-                    with self._steps.left_out() if self._restores and self._is_cuda else nullcontext():
-                        step()
+                    self._run_again(step)
                 self._rewind()
                 self._begin()
                 self._watch(step)
             if is_timed and self._restores:
                 self._plain = self._time(step)
+                if once_more is not None and self._plain is not None:
+                    with once_more:
+                        self._run_again(step)
             self.profile = self._conclude()
             if fills_cache(self.profile) and (is_timed or not self._restores):
                 self.profile = replace(self.profile, under_regions=self._take_uncached(step))
         return self.profile
+
+    def _run_again(self, step: Callable[[], object]) -> None:
+        """Run a step unwatched, which begins as the first one did."""
+        self._rewind()
+        # Nothing could put back what optimizers of a device write.
+        with self._steps.left_out() if self._restores and self._is_cuda else nullcontext():
+            step()
 
     def _take_uncached(self, step: Callable[[], object]) -> Profile | None:
         """The step as it runs under regions, without a cache of keys and values; None if it has none to leave out."""

@@ -74,6 +74,7 @@ def find_frontier(
     problem: Problem,
     *,
     candidates: Candidates | None = None,
+    known: Frontier | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Frontier:
     """Make candidates for a step and judge them.
@@ -81,16 +82,17 @@ def find_frontier(
     Args:
         problem: the step.
         candidates: gives standard choices for a chain of segments, each with its name.
+        known: what was found for the same step without a link, if this one has one: that is as good here.
         progress: called with the number of candidates judged, and how many there will be at least.
     """
-    search = _Search(problem, progress)
+    search = _Search(problem, known, progress)
     search.judge("plain", ())
     chains = find_chains(problem)
     search.expected = len(chains) * _EXPECTED
     if all(can_replay(problem, segment.runs[0]) for chain in chains[:1] for segment in chain):
         chains = chains[:1]  # whatever parts of blocks can be made to do, replay of the block does
     for chain in chains:
-        for name, choice in candidates(chain) if candidates is not None else ():
+        for name, choice in candidates(chain) if candidates is not None and known is None else ():
             search.judge(name, choice)
     pace, tried = problem.prices.pace, set[Pace]()
     try:
@@ -111,18 +113,18 @@ def find_frontier(
 class _Search:
     """The candidates that were judged so far, and how they were made."""
 
-    def __init__(self, problem: Problem, progress: Callable[[int, int], None] | None) -> None:
-        self.judged: list[Point] = []
+    def __init__(self, problem: Problem, known: Frontier | None, progress: Callable[[int, int], None] | None) -> None:
+        self.judged: list[Point] = [] if known is None else list(known.candidates)
         self.expected = 0
         self._problem, self._progress = problem, progress
-        self._seen: set[tuple[tuple[str, Option], ...]] = set()
+        self._seen = {_key_of(point.choice) for point in self.judged}
         self._recipes: dict[int, tuple[Recipe, int]] = {}  # by the id of a point: how it was made, for how many bytes
 
     def judge(self, name: str, choice: Iterable[tuple[Segment, Option]]) -> Point | None:
         """Judge a candidate; None if it is known."""
         problem = self._problem
         treated = tuple((segment, option) for segment, option in choice if option.acts)
-        key = tuple((segment.path, option) for segment, option in treated)
+        key = _key_of(treated)
         if key in self._seen:
             return None
         self._seen.add(key)
@@ -162,6 +164,10 @@ class _Search:
                     if id(end) in self._recipes:
                         recipe, wanted = self._recipes[id(end)]
                         yield recipe, wanted + middle - end.peak_bytes
+
+
+def _key_of(choice: Iterable[tuple[Segment, Option]]) -> tuple[tuple[str, Option], ...]:
+    return tuple((segment.path, option) for segment, option in choice)
 
 
 def _without_worse(points: Sequence[Point]) -> tuple[Point, ...]:

@@ -7,6 +7,7 @@ run, what is decided holds for the module. Saved values are followed by storage:
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 import itertools
 from collections import Counter, defaultdict
@@ -84,11 +85,12 @@ class Problem:
         ValueError: the step has no backward, more than one, or was profiled under regions.
     """
 
-    def __init__(self, profile: Profile, *, link_bytes_per_s: float | None = None) -> None:
+    def __init__(self, profile: Profile) -> None:
         self.plain = profile
         profile = profile.under_regions or profile
         _check(profile)
-        self.profile, self.link_bytes_per_s = profile, link_bytes_per_s
+        self.profile = profile
+        self.link_bytes_per_s: float | None = None
         self.overheads: Mapping[str, Overhead] = USUAL
         self.calls = profile.calls
         self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
@@ -120,6 +122,12 @@ class Problem:
         self.derived: dict[object, Any] = {}
         self._around: dict[int, list[Run]] = {}
         self._same: dict[tuple[str, int, int], bool] = {}
+
+    def with_link(self, bytes_per_s: float) -> Problem:
+        """The same step, where values can be sent away; the two share what is found for parts of it."""
+        other = copy.copy(self)
+        other.link_bytes_per_s = bytes_per_s
+        return other
 
     def _casts_parameter(self, number: int) -> bool:
         storages = self.profile.storages

@@ -183,17 +183,17 @@ def find_options(problem: Problem, segment: Segment) -> list[Option]:
     key = (segment.type, problem.prices.pace)
     if key not in known:
         known[key] = _search_options(problem, segment.runs[0])
-    return known[key]
+    if not problem.link_bytes_per_s:
+        return known[key]
+    again = [option for option in known[key] if option.acts]
+    return [*known[key], *_send_held(problem, segment.runs[0], again)]
 
 
 def _search_options(problem: Problem, run: Run) -> list[Option]:
     found = [PLAIN, Option(way=Way.RERUN)]
     if can_replay(problem, run):
         found += find_keep_sets(problem, run)
-    served = list(find_served_sets(problem, run))
-    found += served
-    if problem.link_bytes_per_s:
-        found += _send_held(problem, run, [Option(way=Way.RERUN), *served])
+    found += find_served_sets(problem, run)
     return list(dict.fromkeys(found))
 
 

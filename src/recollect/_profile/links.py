@@ -70,15 +70,25 @@ def measure_copies(device: torch.device, size: int = COPY_BYTES) -> Iterator[Lin
     What cannot be had, as pinned memory where its amount is limited, is left out.
     """
     there = torch.empty(size, dtype=torch.uint8, device=device)
-    for kind, pinned in (("pinned", True), ("pageable", False)):
-        with suppress(RuntimeError):
-            here = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-            up = _speed(size, _finished(device, there, here))
-            yield Link(name=f"host to {device}, {kind}", bytes_per_s=up)
-            down = _speed(size, _finished(device, here, there))
-            yield Link(name=f"{device} to host, {kind}", bytes_per_s=down)
+    yield from _measure_both_ways(there, pinned=True)
+    yield from _measure_both_ways(there, pinned=False)
     inside = _speed(size, _finished(device, torch.empty_like(there), there))
     yield Link(name=f"inside {device}", bytes_per_s=inside)
+
+
+def measure_pinned(device: torch.device, size: int = COPY_BYTES) -> Iterator[Link]:
+    """Copy between pinned host memory and a device in both directions; nothing where none can be pinned."""
+    yield from _measure_both_ways(torch.empty(size, dtype=torch.uint8, device=device), pinned=True)
+
+
+def _measure_both_ways(there: torch.Tensor, *, pinned: bool) -> Iterator[Link]:
+    device, size, kind = there.device, there.numel(), "pinned" if pinned else "pageable"
+    with suppress(RuntimeError):
+        here = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        up = _speed(size, _finished(device, there, here))
+        yield Link(name=f"host to {device}, {kind}", bytes_per_s=up)
+        down = _speed(size, _finished(device, here, there))
+        yield Link(name=f"{device} to host, {kind}", bytes_per_s=down)
 
 
 def measure_disk(folder: Path | None = None, size: int = DISK_BYTES) -> Iterator[Link]:
