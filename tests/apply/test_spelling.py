@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect import policies
+from recollect import Decision, Site, policies
+from recollect._apply.options import parse_choices
+from recollect._profile.memory import LiveBytes
 from tests.models import GPT
 from tests.watching import Operators
 
@@ -135,6 +137,68 @@ def test_selective_keeps_convolutions() -> None:
         norms = [name for name in operators.all if "batch_norm" in name and "backward" not in name]
         assert operators.all.count("convolution") == 6
         assert len(norms) > 6
+
+
+class Bare(nn.Module):
+    """Convolutions with ReLUs and no norms, as in super-resolution and tiny autoencoders."""
+
+    def __init__(self, depth: int, *, inplace: bool = False) -> None:
+        super().__init__()
+        layers = (part for _ in range(depth) for part in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace)))
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def peak_of(depth: int, rules: str | None, *, inplace: bool) -> int:
+    model = nn.Sequential(*(Bare(depth, inplace=inplace) for _ in range(4)))
+    if rules is not None:
+        recollect.apply(model, rules)
+    x = torch.randn(2, 4, 16, 16)
+    for _ in range(3):
+        model(x).sum().backward()
+    with LiveBytes(include=model) as live:
+        model(x).sum().backward()
+    return live.peak_bytes
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
+def test_selective_holds_less_than_plain_where_nobody_saves_what_convolutions_give(inplace: bool) -> None:
+    plain, full, selective = (peak_of(4, rules, inplace=inplace) for rules in (None, "full", "selective"))
+    assert full < selective < plain
+
+
+def test_selective_recomputes_all_of_two_bare_convolutions() -> None:
+    with pytest.warns(UserWarning, match="'selective' keeps nothing in 4 regions of Sequential"):
+        assert peak_of(2, "selective", inplace=False) == peak_of(2, "full", inplace=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "keeps_all"),
+    [
+        (nn.ReLU(), False),
+        (nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), False),
+        (nn.Sigmoid(), False),
+        (nn.BatchNorm2d(4), True),
+        (nn.GroupNorm(2, 4), True),
+        (nn.SiLU(), True),
+        (nn.GELU(), True),
+        (nn.ELU(), True),
+        (nn.LeakyReLU(), True),
+        (nn.Hardswish(), True),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_selective_keeps_every_convolution_only_where_its_result_is_saved_anyway(
+    part: nn.Module, keeps_all: bool
+) -> None:
+    parsed = parse_choices(policy="selective")
+    policy = parsed.suited(nn.Sequential(nn.Conv2d(4, 4, 1), part)).policy
+    assert policy is not None
+    sites = [Site(region="block", op="aten.convolution.default", call=call) for call in range(6)]
+    kept = [site.call for site in sites if policy(site) is Decision.SAVE]
+    assert kept == ([0, 1, 2, 3, 4, 5] if keeps_all else [2, 4])
 
 
 class Gated(nn.Module):

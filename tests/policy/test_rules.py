@@ -53,6 +53,12 @@ RULES: list[tuple[Policy, str, list[Site], list[Site]]] = [
         [MM, site("Twice", call=3)],
         [SIN, site("Twice", call=2)],
     ),
+    (
+        policies.save_every("aten.mm.default", 2, start=3),
+        "save_every('aten.mm.default', 2, start=3)",
+        [site("aten.mm.default", call=3), site("aten.mm.default", call=5)],
+        [MM, SIN, site("aten.mm.default", call=1), site("aten.mm.default", call=4)],
+    ),
     (policies.save_larger_than(511), "save_larger_than(511)", [MM, SIN], [site(bytes=511), site()]),
     (policies.save_larger_than("1 KiB"), "save_larger_than('1KiB')", [site(bytes=1025)], [site(bytes=1024)]),
     (policies.save_if(flops_per_byte > 1), "save_if(flops_per_byte > 1)", [MM], [SIN, site()]),
@@ -144,6 +150,14 @@ def test_every_dense_product_and_forward_attention_kernel_of_torch_is_known() ->
                 f"save_every: n={n!r}: expected a whole number of at least 1",
             )
             for n in (0, -1, 2.0, True, "2")
+        ],
+        *[
+            (
+                lambda start=start: policies.save_every("aten.mm.default", 2, start=start),
+                ValueError,
+                f"save_every: start={start!r}: expected the number of a call, at least 0",
+            )
+            for start in (-1, 1.0, True)
         ],
         (lambda: policies.save_larger_than(-1), ValueError, "size -1: a number of bytes cannot be negative"),
         *[

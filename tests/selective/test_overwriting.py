@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import recollect
 from recollect import policies
+from recollect._profile.memory import LiveBytes
 from tests.selective.comparing import assert_like_plain
 from tests.watching import Operators
 
@@ -73,6 +74,27 @@ def test_convolutions_do_not_run_again_and_statistics_are_updated_once() -> None
     assert_replayed(region)
 
 
+class PreActivated(nn.Module):
+    """A norm comes first: its running mean is tensor number 1, and its flag is True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(SIZE), nn.Conv2d(SIZE, 4, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, SIZE, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv2(torch.relu(self.norm2(self.conv1(torch.relu(self.norm1(x))))))
+        return y + x
+
+
+def test_a_region_that_begins_with_a_batch_norm_is_replayed() -> None:
+    block = PreActivated()
+    assert_like_plain(block, CONVOLUTIONS, image, module=block)
+    region = recollect.checkpoint(block, policy=CONVOLUTIONS)
+    region(*image()).sum().backward()
+    assert_replayed(region)
+
+
 def test_two_forwards_before_their_backwards() -> None:
     block = Bottleneck()
     region = recollect.checkpoint(block, policy=CONVOLUTIONS)
@@ -103,6 +125,19 @@ def test_a_norm_that_is_frozen_later_reads_its_statistics() -> None:
                 buffer.copy_(value)
         loss = region(x).square().sum()
         assert all(map(torch.equal, torch.autograd.grad(loss, [x, *block.parameters()]), expected))
+
+
+def test_meters_count_the_copies_of_what_is_overwritten() -> None:
+    """Kept results that the function overwrites are held as copies, which is memory like any other."""
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(SIZE, SIZE, 3, padding=1), nn.ReLU(inplace=True))]
+    block = nn.Sequential(*layers)
+    region = recollect.checkpoint(block, policy=CONVOLUTIONS)
+    for _ in range(4):
+        with LiveBytes() as live:
+            (x,) = image()
+            result = region(x)
+        assert live.live_bytes == 5 * x.nbytes  # the argument, the result, and what three convolutions gave
+        result.sum().backward()
 
 
 def reads_before(x: Tensor, w: Tensor) -> Tensor:

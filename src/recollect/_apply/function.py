@@ -152,7 +152,7 @@ def checkpoint(
         check=check,
         offload_inputs=offload_inputs,
         offload_to=offload_to,
-    )
+    ).suited(_module_of(fn))
     name = name or name_of(fn)
     call, checked = choices.region(name, fn).call, choices.policy
     elsewhere, sends = choices.elsewhere, choices.sends

@@ -77,7 +77,8 @@ def apply(
             `Decision.OFFLOAD` is the default one. A module that is saved inside one that is recomputed is not run
             again.
             Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention, every
-            second matrix product and convolutions are kept) or ``"every:2"``. None means ``"full"``.
+            second matrix product and convolutions are kept; of convolutions without norms only some) or ``"every:2"``.
+            None means ``"full"``.
             Or a plan of `recollect.plan`.
         policy: what the model's repeated blocks keep, written as for `checkpoint`; in place of `rules`.
         every: take only every n-th of the regions that the rules give, outermost ones in the model's order: 2 takes
@@ -144,7 +145,7 @@ def apply(
     check_sendable(chosen)
     saved, regions = find_saved(chosen), by_name(regions_in(chosen))
     stand_ins = [
-        StandIn(target.module, target.name, keeping(rule.choices, saved.get(id(target), [])))
+        StandIn(target.module, target.name, keeping(rule.choices.suited(target.module), saved.get(id(target), [])))
         for target, rule in chosen
         if rule.choices is not None
     ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import distributed
+from torch import distributed, nn
 
 from recollect._apply.elsewhere import Elsewhere, Sending, parse_elsewhere
 from recollect._core.patterns import nearest, quote_all
@@ -57,6 +57,14 @@ class Choices:
         """What compiled code makes of where holdings go, in a word."""
         return "" if self.elsewhere is None else self.elsewhere.in_graph
 
+    def suited(self, module: nn.Module | None) -> Choices:
+        """The same for this module: what a ready-made policy keeps depends on what the module consists of."""
+        if module is None or not isinstance(self.policy, ReadyMade):
+            return self
+        # Of parametrizations only the results matter: a weight norm says nothing about activations.
+        parts = (part for path, part in module.named_modules() if "parametrizations" not in path.split("."))
+        return replace(self, policy=self.policy.suited(type(part).__name__ for part in parts))
+
     @property
     def tally(self) -> Tally | None:
         """What a ready-made policy was asked and kept; None for other policies."""
@@ -70,8 +78,8 @@ def warn_if_nothing_kept(tally: Tally, where: str) -> None:
     tally.is_reported = True
     op = tally.most_expensive()
     message = (
-        f"'selective' keeps nothing in {where}: no attention, second matrix product or convolution ran there. "
-        "All of it is recomputed, and the policy only costs time.\n"
+        f"'selective' keeps nothing in {where}: nothing ran there that is worth keeping (attention, every second "
+        "matrix product, convolutions before a norm). All of it is recomputed, and the policy only costs time.\n"
         f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or write 'full'."
     )
     warnings.warn(message, UserWarning, stacklevel=2)

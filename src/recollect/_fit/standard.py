@@ -16,6 +16,7 @@ from recollect._plan.ways import can_be_kept
 from recollect._policy.base import Policy
 from recollect._policy.combine import first_match
 from recollect._policy.judging import judge
+from recollect._policy.presets import ReadyMade
 from recollect._policy.rules import save_attention, save_matmuls
 
 FULL = "full"
@@ -47,9 +48,12 @@ def list_standard(problem: Problem, chain: Sequence[Segment]) -> Iterator[Candid
 def evaluate(problem: Problem, segment: Segment, policy: Policy) -> Option:
     """What a policy would keep of a segment."""
     run = segment.runs[0]
+    sites = list(problem.sites(run))
+    if isinstance(policy, ReadyMade):
+        policy = policy.suited(site.op for _, _, site in sites)
     kept = {
         number
-        for number, _, site in problem.sites(run)
+        for number, _, site in sites
         if can_be_kept(problem, run, number) and judge(policy, site).decision is Decision.SAVE
     }
     return keep_calls(problem, run, kept)

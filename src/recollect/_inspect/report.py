@@ -17,6 +17,7 @@ from recollect._apply.rules import parse_value
 from recollect._core.gains import Gain
 from recollect._core.profiles import Profile
 from recollect._plan.gains import find_gains
+from recollect._policy.presets import ReadyMade
 
 _KINDS = {
     ".trace.json": "trace",
@@ -160,8 +161,9 @@ def find_all_gains(profile: Profile) -> list[Gain]:
     """What recomputing would give, also under the policy that `apply` knows by a word."""
     choices, _ = parse_value("selective")
     assert choices is not None
-    assert choices.policy is not None
-    return find_gains(profile, policies={"selective": choices.policy})
+    assert isinstance(choices.policy, ReadyMade)
+    suited = choices.policy.suited(call.op for call in profile.calls)
+    return find_gains(profile, policies={"selective": suited})
 
 
 def _load(form: str) -> ModuleType:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from recollect._core.decisions import Decision, Site
@@ -50,6 +52,10 @@ class ReadyMade(Policy):
     policy: Policy
     tally: Tally = field(default_factory=Tally, compare=False)
 
+    def suited(self, names: Iterable[str]) -> ReadyMade:
+        """The same for a region of which the classes of its modules are known, or its operators; one tally for both."""
+        return self if self.word != "selective" or _holds_inputs(names) else selective(self.tally, holds_inputs=False)
+
     def judge(self, site: Site) -> Verdict | None:
         """As the policy."""
         verdict = self.policy.judge(site)
@@ -60,10 +66,26 @@ class ReadyMade(Policy):
         return self.word
 
 
-def selective() -> ReadyMade:
-    """Keeps attention, every second matrix product and convolutions; with a tally of its own.
+_CONVOLUTION = "aten.convolution.default"
+# Backward of these takes what they were given; that of a plain ReLU, sigmoid or tanh takes what they gave.
+_HOLDING = re.compile(r"norm|gelu|silu|swish|mish|leakyrelu|prelu|relu6|hardtanh|softplus|hardsigmoid|(?<![rg])elu")
 
-    A convolution's result is what the norm after it saves anyway, and the most expensive value to make again.
+
+def selective(tally: Tally | None = None, *, holds_inputs: bool = True) -> ReadyMade:
+    """Keeps attention, every second matrix product and convolutions.
+
+    A convolution's result is what the norm after it saves anyway, and the most expensive value to make again. Without
+    such a norm or activation nobody saves it, and a region of n convolutions saves n values in all: its input and all
+    results are more than that. So the first two are made again there, and every second of the others is kept.
+
+    Args:
+        tally: a new one by default.
+        holds_inputs: whether the region has modules of which backward takes what they were given.
     """
     products = save_every(("aten.mm.default", "aten.addmm.default"), 2)
-    return ReadyMade("selective", first_match(save_attention, products, save_ops("aten.convolution.default")))
+    convolutions = save_ops(_CONVOLUTION) if holds_inputs else save_every(_CONVOLUTION, 2, start=2)
+    return ReadyMade("selective", first_match(save_attention, products, convolutions), tally or Tally())
+
+
+def _holds_inputs(names: Iterable[str]) -> bool:
+    return any(_HOLDING.search(name.lower().replace("_", "")) for name in names)

@@ -82,10 +82,11 @@ class SaveOps(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveEvery(Rule):
-    """Saves every n-th call of an operator, from the first; each operator has its own count."""
+    """Saves every n-th call of an operator, from the first or a later one; each operator has its own count."""
 
     ops: tuple[Op, ...]
     n: int
+    start: int = 0
 
     @property
     def functions(self) -> tuple[type, ...]:
@@ -94,10 +95,12 @@ class SaveEvery(Rule):
 
     def matches(self, site: Site) -> bool:
         """By the operator's name and the number of its call."""
-        return site.call % self.n == 0 and any(op.name == site.op for op in self.ops)
+        after = site.call - self.start
+        return after >= 0 and after % self.n == 0 and any(op.name == site.op for op in self.ops)
 
     def __repr__(self) -> str:
-        return f"save_every({self.ops[0] if len(self.ops) == 1 else self.ops!r}, {self.n})"
+        start = f", start={self.start}" if self.start else ""
+        return f"save_every({self.ops[0] if len(self.ops) == 1 else self.ops!r}, {self.n}{start})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -252,15 +255,17 @@ def save_ops(*ops: OpLike) -> Policy:
     return SaveOps(parse_ops(ops))
 
 
-def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int) -> Policy:
+def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int, *, start: int = 0) -> Policy:
     """Save every n-th call of an operator in its region: the first, the one n later, and so on.
 
     Args:
         op: an operator as in `save_ops`, or several of them, of which each has its own count.
         n: at least 1, which saves every call.
+        start: the call that is saved first, counted from 0.
 
     Raises:
-        ValueError: `n` is not a whole number of at least 1, or the operator has no such name.
+        ValueError: `n` is not a whole number of at least 1 or `start` one of at least 0, or the operator has no such
+            name.
         TypeError: it is no operator.
 
     >>> from recollect import policies
@@ -272,11 +277,14 @@ def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int) -> Policy
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         message = f"save_every: n={n!r}: expected a whole number of at least 1"
         raise ValueError(message)
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        message = f"save_every: start={start!r}: expected the number of a call, at least 0"
+        raise ValueError(message)
     ops = parse_ops(op if isinstance(op, tuple | list) else (op,))
     if not ops:
         message = "save_every names no operator; to save nothing, use save_nothing"
         raise ValueError(message)
-    return SaveEvery(ops, n)
+    return SaveEvery(ops, n, start)
 
 
 def save_larger_than(size: int | str) -> Policy:

@@ -22,7 +22,7 @@ from recollect._core.errors import CaptureError, ChangedInputError
 from recollect._core.operators import is_wrapper, parts_of
 from recollect._core.places import Place
 from recollect._core.torch_private.ambient import without_function_modes
-from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.dispatch import dispatch_mode_depth, without_dispatch_modes
 from recollect._core.torch_private.pytree import Spec, flatten, unflatten
 from recollect._recompute.module_state import States as ModuleStates
 from recollect._recompute.module_state import put_states
@@ -262,9 +262,17 @@ class _Packed:
 
 
 def copy_unseen(tensor: Tensor) -> Tensor:
-    """A copy that no mode sees: an enclosing region counts the function's operators, not ours."""
+    """A copy that no mode sees being made: an enclosing region counts the function's operators, not ours.
+
+    Where modes look on, they are shown that it exists, as they are of tensors made without an operator: a meter counts
+    its memory.
+    """
     with without_dispatch_modes():
-        return tensor.clone()
+        copy = tensor.clone()
+    if dispatch_mode_depth():
+        with torch.no_grad():
+            torch.ops.aten.lift_fresh.default(copy)
+    return copy
 
 
 def sources_of(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Source]:

@@ -201,7 +201,9 @@ class Replay:
             for place, value in enumerate(stored[0]):
                 if type(value) is Link and value in call.scratch:
                     args[place] = args[place].clone()
-            kwargs |= {name: kwargs[name].clone() for name, value in stored[1].items() if value in call.scratch}
+            for name, value in stored[1].items():
+                if type(value) is Link and value in call.scratch:  # a flag is no number, though True equals 1
+                    kwargs[name] = kwargs[name].clone()
             return
         for place, number in call.tensors:
             is_shared = number == call.written and call.needs_grad is None and self._uses[number] > 0
