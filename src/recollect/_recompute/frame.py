@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from recollect._core.authors import Role
-from recollect._core.errors import ChangedInputError, CheckpointError
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_settings
 from recollect._core.torch_private.ambient import function_mode_depth, quietly, without_function_modes
@@ -49,8 +48,9 @@ from recollect._recompute.handles import FIRST, Handed, is_live
 from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
 from recollect._recompute.memory import Memory
-from recollect._recompute.oplog import OpLog, describe_tensor
+from recollect._recompute.oplog import OpLog
 from recollect._recompute.outputs import Outputs, find_nodes
+from recollect._recompute.refusals import refuse_changed, refuse_overlap, refuse_used
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence
 from recollect._recompute.way import Options, Pack, Session, Sides, Way
@@ -340,7 +340,7 @@ class Frame:
             if group is None or kept.pass_id == pass_id:
                 return self._make_one(index)
             if group.refuses_overlap:
-                self._refuse_overlap()
+                refuse_overlap(self.name)
             if self.session is not None:
                 return self._make_one(index)
             self._begin_pass(group, group)
@@ -359,48 +359,18 @@ class Frame:
         return value
 
     def _left_over(self, index: int) -> Tensor:
-        """The value of a region that was let go, because all of its outputs were done.
-
-        Raises:
-            CheckpointError: it was used already.
-        """
+        """The value of a region that was let go, because all of its outputs were done."""
         found = self.values.get(index)
-        if found is not None:
-            return self._checked(found)
-        message = (
-            f"region '{self.name}': backward runs again through a tensor that left the region by another way than "
-            "its result (a list, an attribute), after the region's own backward freed what it needs.\n"
-            "Return that tensor from the function, or pass retain_graph=True to the region's backward."
-        )
-        raise CheckpointError(message)
-
-    def _refuse_overlap(self) -> None:
-        message = (
-            f"region '{self.name}': two backward calls of one GraphExecGroup need the same saved tensor.\n"
-            "Backward calls in a group share one recomputation, so they must not overlap. Run the second one in a "
-            "group of its own."
-        )
-        raise CheckpointError(message)
+        if found is None:
+            refuse_used(self.name)
+        return self._checked(found)
 
     def _checked(self, found: tuple[Tensor, int]) -> Tensor:
         """A recomputed value, if it is still what was saved."""
         value, version = found
         if value._version != version:  # noqa: SLF001
-            self.refuse_changed(value)
+            refuse_changed(self.name, value)
         return value
-
-    def refuse_changed(self, value: Tensor) -> None:
-        """Refuse a value that was changed in place after it was saved.
-
-        Raises:
-            ChangedInputError: always.
-        """
-        message = (
-            f"region '{self.name}': a saved tensor ({describe_tensor(value)}) was changed in place after it had "
-            "been saved for backward, by the function itself.\n"
-            "Autograd would refuse this without the region, too. Use the out-of-place form of that operation."
-        )
-        raise ChangedInputError(message)
 
     def _begin_pass(self, key: Any, group: Sharing | None) -> None:
         """The first request of a pass: make its values, or what makes them."""

@@ -22,6 +22,7 @@ from recollect._recompute.frame import Frame
 from recollect._recompute.handles import find_live
 from recollect._recompute.hooks import Meta, StopRecomputation, differs, may_stop, quick_meta, read_meta, same
 from recollect._recompute.oplog import OpLog
+from recollect._recompute.refusals import refuse_changed
 from recollect._recompute.way import Pack, Sides
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Rerun:
         self._run(frame, found, live, last=index, stops_early=True)
         value, version = found.pop(index)
         if value._version != version:  # noqa: SLF001
-            frame.refuse_changed(value)
+            refuse_changed(frame.name, value)
         return value
 
     def held(self, frame: Frame) -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -20,6 +20,9 @@ from recollect._core.torch_private.schemas import OpOverload, arguments_named
 from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, bytes_of, shapes_of, strongest
 from recollect._selective.operator_modes import at_places
 from recollect._selective.recording import WRITES, RecordedCall, Recording, name_of_call
+
+if TYPE_CHECKING:
+    from recollect._selective.drafting import Draft
 
 
 class _Beneath:
@@ -74,8 +77,9 @@ class Asker:
             self._beneath.setdefault(id(recording.current), []).append(beneath)
         return line
 
-    def sort_calls(self, recording: Recording, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
+    def sort_calls(self, draft: Draft, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
         """Which recorded calls keep their results, draw, only view; breaks the recording where that is unknown."""
+        recording = draft.recording
         keeping: set[int] = set()
         drawing: set[int] = set()
         viewing: set[int] = set()
@@ -95,25 +99,24 @@ class Asker:
                 viewing.add(index)
             if kept:
                 keeping.add(index)
-                self._check_kept(recording, entry, beneath, kept)
+                self._check_kept(draft, entry, beneath, kept)
         return keeping, drawing, viewing
 
-    def _check_kept(
-        self, recording: Recording, entry: RecordedCall, beneath: list[_Beneath], kept: list[_Beneath]
-    ) -> None:
+    def _check_kept(self, draft: Draft, entry: RecordedCall, beneath: list[_Beneath], kept: list[_Beneath]) -> None:
         """Break a recording where only a part of a call is kept, or what is kept is overwritten."""
+        recording = draft.recording
         if not self._is_planned and not recording.overwritten.isdisjoint(entry.outs):
             recording.broken(WRITES)  # it is kept as a copy, which is served
         storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
-        inside = recording.saved_inside(entry)
+        inside = draft.saved_inside(entry)
         loose = [tensor for tensor in inside if not _is_in(tensor, storages)]
-        recording.kept_inside.update(id(tensor) for tensor in inside if _is_in(tensor, storages))
+        draft.kept_inside.update(id(tensor) for tensor in inside if _is_in(tensor, storages))
         results = recording.results(entry)
         # A linear layer may add its bias to a kept product: what it gives takes as much, and is held instead.
         is_whole = all(_is_in(tensor, storages) for tensor in results) or sum(map(bytes_of, results)) <= sum(
             storage.nbytes() for storage in storages
         )
-        if not is_whole or any(recording.find_cast(tensor, entry) is None for tensor in loose):
+        if not is_whole or any(draft.find_cast(tensor, entry) is None for tensor in loose):
             names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
             recording.broken(f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not")
 

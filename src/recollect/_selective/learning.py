@@ -11,6 +11,7 @@ from recollect._core.authors import Role
 from recollect._core.pace import FOLLOWED, is_bound_by_host
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._recompute.handles import find_live
+from recollect._selective.drafting import Draft
 from recollect._selective.kept_call import has_same_bits
 from recollect._selective.program import HELD, Bound, Program
 from recollect._selective.replay import Replay
@@ -46,9 +47,10 @@ def learn_program(
     found = None
     if recording.why_broken is None:
         assert asker is not None, "single operators are kept, so somebody was asked"
-        sorts = asker.sort_calls(recording, draws=frame.around.draws)
+        draft = Draft(recording)
+        sorts = asker.sort_calls(draft, draws=frame.around.draws)
         if recording.why_broken is None:
-            found = recording.program(*sorts)
+            found = draft.program(*sorts)
             _try(frame, recording, *found)
     if recording.why_broken is not None:
         frame.held = None

@@ -1,0 +1,55 @@
+"""What backward cannot give, in words."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from recollect._core.authors import Role
+from recollect._core.errors import ChangedInputError, CheckpointError
+from recollect._recompute.oplog import describe_tensor
+
+__recollect_role__ = Role.REGION
+
+
+def refuse_used(region: str) -> NoReturn:
+    """A value was used already, and the region let go of what would make it again.
+
+    Raises:
+        CheckpointError: always.
+    """
+    message = (
+        f"region '{region}': backward runs again through a tensor that left the region by another way than "
+        "its result (a list, an attribute), after the region's own backward freed what it needs.\n"
+        "Return that tensor from the function, or pass retain_graph=True to the region's backward."
+    )
+    raise CheckpointError(message)
+
+
+def refuse_overlap(region: str) -> NoReturn:
+    """Two backward calls that share one recomputation need the same value.
+
+    Raises:
+        CheckpointError: always.
+    """
+    message = (
+        f"region '{region}': two backward calls of one GraphExecGroup need the same saved tensor.\n"
+        "Backward calls in a group share one recomputation, so they must not overlap. Run the second one in a "
+        "group of its own."
+    )
+    raise CheckpointError(message)
+
+
+def refuse_changed(region: str, value: Tensor) -> NoReturn:
+    """A value was changed in place after it had been saved.
+
+    Raises:
+        ChangedInputError: always.
+    """
+    message = (
+        f"region '{region}': a saved tensor ({describe_tensor(value)}) was changed in place after it had "
+        "been saved for backward, by the function itself.\n"
+        "Autograd would refuse this without the region, too. Use the out-of-place form of that operation."
+    )
+    raise ChangedInputError(message)
