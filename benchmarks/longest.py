@@ -28,6 +28,7 @@ from recollect._core.levers import PlannedLever
 from recollect._core.profiles import Profile
 from recollect._core.units import parse_bytes
 from recollect._fit.largest import FULL, PLAIN, PLANNED, Largest, Sizes, search_largest
+from recollect._inspect.oom.error import read_shortage
 
 LEVERS = ("chunked_loss", "chunked_mlp")
 Way = Callable[[nn.Module, Callable[[], None], int], AbstractContextManager[object]]
@@ -79,9 +80,12 @@ def try_length(options: argparse.Namespace, way: Way, tokens: int, budget: int) 
             for _ in range(2):
                 step()
             return measure(options.device, model, step)
-    except (torch.OutOfMemoryError, BudgetError) as error:
-        smallest = error.smallest_bytes if isinstance(error, BudgetError) else 2 * budget
-        return max(smallest, budget + 1), 0.0
+    except BudgetError as error:
+        return max(error.smallest_bytes, budget + 1), 0.0
+    except RuntimeError as error:
+        if read_shortage(error) is None:
+            raise
+        return 2 * budget, 0.0
 
 
 def measure(device: str, model: nn.Module, step: Callable[[], None]) -> tuple[int, float]:

@@ -1,5 +1,7 @@
 """fit: in one call from a model to one that stays within a budget, all else as found."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,3 +178,28 @@ def test_layers_that_did_not_run_are_named_in_the_log(caplog: pytest.LogCaptureF
     with recollect.fit(Dropping(), torch.ones(64, 32), budget="min"):
         pass
     assert "recollect.fit: layers.1 did not run in the profiled step: planned like layers." in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_plain_step_that_does_not_fit_is_profiled_on_fake_tensors(
+    error: RuntimeError, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    errors = [error]
+
+    def run_out(*_: Any) -> None:
+        if errors:
+            raise errors.pop()
+
+    model[2].register_forward_pre_hook(run_out)
+    x = torch.randn(64, 16)
+    with caplog.at_level("INFO", "recollect"), recollect.fit(model, x, loss=torch.mean, budget="min") as fitted:
+        assert fitted.plan.regions
+    assert "the plain step does not fit" in caplog.text

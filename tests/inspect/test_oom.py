@@ -761,6 +761,16 @@ def test_a_limit_that_was_set_for_the_process_is_the_total() -> None:
     assert (found.total_bytes, found.free_bytes, found.missing_bytes) == (71 * 2**30, 2**29, 2**30)
 
 
+@pytest.mark.parametrize("free_bytes", [2**28, 2**36])
+def test_an_unclear_error_of_a_library_is_a_shortage_where_hardly_any_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
+    found = read_shortage(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))
+    assert (found is not None) == (free_bytes == 2**28)
+
+
 @pytest.mark.parametrize(
     ("error", "device", "requested"),
     [

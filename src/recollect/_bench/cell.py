@@ -30,6 +30,7 @@ from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.recompiles import allow_compilations
 from recollect._fit.plan import plan as make_plan
+from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile as take_profile
 from recollect._profile.memory import LiveBytes
 
@@ -251,7 +252,7 @@ def _prepare(arena: Arena, one: Contender, *, is_compiled: bool) -> _Ready:
 
 
 def _explain(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
+    if read_shortage(error) is not None:
         return "out of memory"
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 

@@ -19,6 +19,7 @@ from recollect._core.errors import BudgetError
 from recollect._core.plans import Plan
 from recollect._fit.largest import search_largest
 from recollect._fit.plan import plan as make_plan
+from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile as take_profile
 from recollect._profile.memory import LiveBytes
 
@@ -81,7 +82,9 @@ class _Trial:
             torch.cuda.empty_cache()
         try:
             return self._run()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if read_shortage(error) is None:
+                raise
             return self._budget
 
     def _run(self) -> tuple[int, float] | int:

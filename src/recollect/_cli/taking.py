@@ -116,11 +116,13 @@ class Options:
     def _take_model(self, subject: Subject, progress: ShowProgress) -> Profile:
         import torch
 
+        from recollect._inspect.oom.error import read_shortage
+
         if not self.is_dry:
             try:
                 return recollect.profile(subject.what, *subject.inputs, progress=progress, **subject.options)
-            except torch.OutOfMemoryError:
-                if not self._falls_back:
+            except RuntimeError as error:
+                if not self._falls_back or read_shortage(error) is None:
                     raise
             torch.cuda.empty_cache()
             say("the plain step does not fit here, so it is estimated from shapes")

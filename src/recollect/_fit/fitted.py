@@ -7,7 +7,6 @@ from traceback import clear_frames
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from recollect._core.errors import BudgetError
@@ -17,6 +16,7 @@ from recollect._core.units import format_bytes
 from recollect._fit.attempts import Attempt
 from recollect._fit.recovery import Recovery
 from recollect._fit.shapes import PlanSwitch
+from recollect._inspect.oom.error import read_shortage
 
 _log = logging.getLogger("recollect")
 
@@ -90,24 +90,28 @@ class Fitted:
         recovery = Recovery(self._attempt.subject.model)
         try:
             return self._steps.run(batch)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if read_shortage(error) is None:
+                raise
             tighter = self._find_tighter(error, recovery)
             clear_frames(error.__traceback__)  # they hold tensors
         recovery.restore()
         self._tighten(tighter)
         try:
             return self._steps.run(batch)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if read_shortage(error) is None:
+                raise
             clear_frames(error.__traceback__)
             recovery.restore()
             error.add_note("recollect.fit: memory ran out again under a tighter plan. Gradients are as before the step")
             raise
 
-    def _find_tighter(self, error: torch.OutOfMemoryError, recovery: Recovery) -> Plan:
+    def _find_tighter(self, error: RuntimeError, recovery: Recovery) -> Plan:
         """A plan for less than what is in force takes.
 
         Raises:
-            torch.OutOfMemoryError: the given one, where nothing can be run again.
+            RuntimeError: the given one, where nothing can be run again.
         """
         now = self._switch.current or self.plan
         if recovery.has_stepped:

@@ -16,6 +16,7 @@ from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
+from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile_step
 
 _log = logging.getLogger("recollect")
@@ -52,7 +53,9 @@ class Runner:
         """
         try:
             return self._profile(once_more=None if gradients is None else gradients.watching())
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if read_shortage(error) is None:
+                raise
             _log.info("recollect.fit: the plain step does not fit; it is profiled on fake tensors")
         except (TypeError, AttributeError) as error:
             if self._call.doubt:
@@ -68,7 +71,9 @@ class Runner:
         try:
             with as_written(self._model) if hides_memory(self._model) else nullcontext():
                 seen = self._profile()
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if read_shortage(error) is None:
+                raise
             torch.cuda.empty_cache()
             return None, None
         peak = max([seen.peak_bytes, *(entry.peak_bytes for entry in seen.allocators[:1])])
@@ -80,7 +85,9 @@ class Runner:
         try:
             with gradients.watching():
                 self._profile(is_timed=False)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if read_shortage(error) is None:
+                raise
             torch.cuda.empty_cache()
             return None
         return gradients.read()

@@ -18,6 +18,9 @@ _TEXTS = (
     "ErrorOutOfMemory",
     "STATUS_ALLOC_FAILED",
 )
+# What libraries say for any failure, also where they found no memory for themselves: cuDNN met on an H200.
+_UNCLEAR_TEXTS = ("STATUS_INTERNAL_ERROR", "STATUS_NOT_INITIALIZED")
+_LITTLE = 0.02  # of a device: with no more than that left, it was the memory
 _SIZE = r"([0-9.]+ ?(?:[KMGT]i?B|bytes))"
 _REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|[Uu]nable to allocate) {_SIZE}")
 _TOTAL = re.compile(rf"total capacity of {_SIZE}")
@@ -79,7 +82,7 @@ def read_shortage(error: BaseException) -> Shortage | None:
     if not is_devices and not is_hosts and not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    if not is_devices and not is_hosts and not any(known in text for known in _TEXTS):
+    if not is_devices and not is_hosts and not _says_so(text):
         return None
     total, allowed, free = _find(_TOTAL, text), _find(_ALLOWED, text), _find(_FREE, text)
     allocated, unused = _find(_ALLOCATED, text), _find(_UNUSED, text)
@@ -95,6 +98,16 @@ def read_shortage(error: BaseException) -> Shortage | None:
         allocated_bytes=allocated,
         unused_bytes=unused,
     )
+
+
+def _says_so(text: str) -> bool:
+    """Whether an error without a class of its own is about memory."""
+    if any(known in text for known in _TEXTS):
+        return True
+    if not any(known in text for known in _UNCLEAR_TEXTS) or not torch.cuda.is_available():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return free < _LITTLE * total
 
 
 def _find(pattern: re.Pattern[str], text: str) -> int | None:
