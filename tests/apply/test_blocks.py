@@ -188,6 +188,15 @@ def test_stages_of_few_blocks_are_passed_through_if_others_repeat_theirs() -> No
         assert len(handle.places) == 7
 
 
+def test_stages_of_which_half_have_the_same_sizes_are_passed_through() -> None:
+    """As those of the decoder of Stable Diffusion's autoencoder; of three stages it would be most."""
+    stages = [Stage(8, 8, 3), Stage(8, 8, 3), Stage(8, 4, 3), Stage(4, 2, 3)]
+    with recollect.apply(nn.Sequential(*stages)) as handle:
+        assert len(handle.places) == 12
+    with recollect.apply(nn.Sequential(*stages[:3])) as handle:
+        assert [place.class_name for place in handle.places] == ["Stage"] * 3
+
+
 def test_stages_that_name_their_blocks_are_passed_through() -> None:
     with recollect.apply(Staged()) as handle:
         assert [place.name for place in handle.places] == ["s1.b1", "s2.b1", "s3.b1", "s3.b2", "s3.b3"]

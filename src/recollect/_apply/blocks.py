@@ -1,12 +1,12 @@
 """Which modules of a model are its repeated blocks, for those who give no names.
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
-outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each stage of
-other sizes (as in Swin), each a list of many (as in DenseNet), or each little more than a list (as the transformers in
-the U-Net of Stable Diffusion XL), are passed through to the blocks. A stage beside
-those that repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks, and where
-there are blocks of several products, those of a single one (projections, transitions) are left out: recomputing them
-frees little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are
+outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, most of
+them of other sizes (as in Swin), each a list of many (as in DenseNet), or each little more than a list (as in
+Stable Diffusion XL's U-Net), are passed through to the blocks. A stage beside those that repeat something counts
+with all its blocks (as the first of EfficientNet). Norms are not blocks, and where there are blocks of several
+products, those of a single one (projections, transitions) are left out: recomputing them frees little, unless the
+model's author marked them for it. Where no list repeats anything, lists of one block are
 taken, or else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
@@ -155,9 +155,10 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
-    """Whether no two of them have the same sizes, while all hold blocks of which some do; or each lists many.
+    """Whether at most half of them have the same sizes, while all hold blocks of which some do; or each lists many.
 
-    The first block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the same.
+    Of two or three no two may have: in the decoder of Stable Diffusion's autoencoder two stages of four do. The first
+    block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the same.
     """
     inner = [
         _search(block, _LISTS, _repeated, seen) or _numbered(block) or _search(block, _LISTS, _any, seen)
@@ -172,7 +173,8 @@ def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
         for block, held in zip(blocks, inner, strict=True)
         for same in _by_name(block, held)
     )
-    return _most_alike(blocks) == 1 and all(inner) and repeat
+    differ = 2 * _most_alike(blocks) <= max(len(blocks), _SEVERAL)
+    return differ and all(inner) and repeat
 
 
 def _numbered(module: nn.Module) -> list[nn.Module]:

@@ -311,3 +311,18 @@ def test_llama_8b_takes_little_memory_of_the_host() -> None:
     peak_bytes, host_bytes = map(int, done.stdout.split())
     assert peak_bytes > 12e9
     assert host_bytes < 2e9
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="LSTMs are composed of other operators here")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}], ids=str)
+@pytest.mark.parametrize(("inputs", "hidden"), [(8, 16), (64, 20), (32, 256)])
+def test_an_lstm_on_the_cpu_reserves_what_a_real_one_does(inputs: int, hidden: int, options: dict[str, Any]) -> None:
+    model, x = nn.LSTM(inputs, hidden, **options), torch.randn(12, 3, inputs)
+    with LiveBytes() as real:
+        result = model(x)[0]
+    real_bytes = real.live_bytes
+    result.sum().backward()
+    with dry_step([model], [x], device=CPU) as step, LiveBytes() as dry:
+        result = model(*step.values)[0]
+        assert dry.live_bytes == pytest.approx(real_bytes, rel=0.05)  # to the byte where it was measured
+        result.sum().backward()

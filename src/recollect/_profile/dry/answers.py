@@ -32,6 +32,7 @@ from recollect._core.places import Places
 from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
 from recollect._core.torch_private.fake import DATA_ERRORS, is_fake
 from recollect._profile.dry.known import KnownValues, note_known
+from recollect._profile.dry.recurrent import run_on_cpu
 
 Note = Callable[[str], object]
 _MASKS = (torch.bool, torch.uint8)
@@ -71,6 +72,7 @@ class Answers(DispatchMode):
             "aten._ctc_loss.Tensor": self._align,
             "aten._ctc_loss.default": self._align,
             "aten._grouped_mm.default": _multiply_groups,
+            "aten.mkldnn_rnn_layer.default": run_on_cpu,
         }
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
