@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import Decision
+from recollect._core.forecasts import PlannedRegion
 from recollect._offload.offload import Offload
 from tests.models import GPT
 
@@ -131,3 +132,31 @@ def test_a_module_is_offloaded_once(gpt: tuple[nn.Module, Tensor]) -> None:
         pytest.raises(ValueError, match=r"module 'layers.0' \(Block\) cannot be offloaded: it is offloaded already"),
     ):
         recollect.apply(model, {"layers.*": OFFLOAD})
+
+
+@pytest.mark.filterwarnings("ignore:offloading to disk")
+def test_a_plan_that_sends_looks_for_what_has_left_after_other_blocks_and_regions(
+    gpt: tuple[Any, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = gpt
+    plain = gradients(model, ids)
+    passed: list[int] = []
+    monkeypatch.setattr(Offload, "pass_by", lambda self: passed.append(id(self)))
+    block, head = type(model.layers[0]).__name__, type(model.norm).__name__
+    plan = recollect.Plan(
+        regions=(
+            PlannedRegion(path="layers.0", kind=block, way="offload", tier="disk"),
+            PlannedRegion(path="norm", kind=head, way="rerun"),
+        )
+    )
+    with recollect.apply(model, plan) as handle:
+        assert [place.name for place in handle.places] == ["layers.0", "norm"]
+        ours = gradients(model, ids)
+        assert len(passed) == len(model.layers)  # the other blocks, and the region
+        assert len(set(passed)) == 1
+        with pytest.raises(ValueError, match=r"'layers.0' .* is offloaded already"):
+            recollect.apply(model, {"layers.0": OFFLOAD})
+        with recollect.apply(model, {"layers.1": OFFLOAD}):  # which only looks on
+            pass
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 import recollect
 from recollect import BudgetError, Choice, Decision, Plan, Profile
 from recollect._core.forecasts import PlannedRegion
+from recollect._fit.work import work_for
 from recollect._plan.problem import Problem
+from recollect._plan.recipes import list_away
+from recollect._plan.rehearse import Way
+from recollect._plan.segments import find_chains, find_last_modules
 from tests.models import GPT, MoE, UNet, ViT
 from tests.timing import with_fixed_times
 
@@ -244,6 +248,25 @@ def test_what_is_sent_beside_recomputation_makes_plans_quicker(share: float) -> 
     alone, joint = (recollect.plan(seen, budget=budget, tiers=tiers, link_bytes_per_s=None) for tiers in (None, "host"))
     assert joint.step_s <= alone.step_s
     assert joint.peak_bytes <= budget
+
+
+def test_with_a_link_candidates_mark_the_begin_of_backward_and_send_evenly() -> None:
+    model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
+    seen = recollect.profile(model, *inputs, dry=True, device="H200")
+    problem = work_for(seen, 1e12).problem
+    chain = find_chains(problem)[0]
+    assert [segment.path for segment in find_last_modules(problem, chain)][:2] == ["head", "norm"]
+    blocks = [f"layers.{number}" for number in range(4)]
+    for choice in list_away(problem, chain):
+        assert [segment.path for segment, _ in choice] == blocks
+        assert all(option.is_away for _, option in choice)
+    sent = [
+        {segment.path for segment, option in point.choice if option.way is Way.OFFLOAD}
+        for point in work_for(seen, 1e12).frontier().candidates
+    ]
+    assert any({"head", "layers.0"} <= paths for paths in sent)
+    assert any("head" not in paths and "layers.0" in paths for paths in sent)
+    assert not list(list_away(work_for(seen, None).problem, chain))
 
 
 def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None:

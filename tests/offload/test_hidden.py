@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recollect._offload.session import Session
 from tests.offload.timed_lanes import Time, make_timed_session
 
 MIB = 2**20
@@ -72,3 +73,38 @@ def test_what_was_sent_is_let_go_before_backward_begins() -> None:
         loss.backward()
     assert sum(parcel.kind.size for parcel in here) <= 3 * MIB
     assert session.report().out_bytes > 20 * MIB
+
+
+def run_parts(time: Time, session: Session, *, is_passed: bool) -> Tensor:
+    """Only the first layers send, and faster than the link carries."""
+    y: Any = torch.randn(2**19, requires_grad=True) * 1
+    call: Any = Layer.apply
+    for number in range(LAYERS):
+        if number < 4:
+            with session:
+                y = call(y, time, False)
+        else:
+            y = call(y, time, False)
+            if is_passed:
+                session.pass_by()
+    loss: Tensor = y.sum()
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:offloading to host makes each step wait")
+@pytest.mark.parametrize("is_passed", [False, True], ids=["no place to look", "places that are passed"])
+def test_what_leaves_after_the_last_value_was_saved_is_let_go_where_forward_passes(*, is_passed: bool) -> None:
+    time = Time()
+    session = make_timed_session(time, 2 * MIB / 0.02, waits=True)
+    for _ in range(STEPS):
+        time.waited_s = 0.0
+        loss = run_parts(time, session, is_passed=is_passed)
+        forward_s = time.waited_s
+        step = session._step
+        assert step is not None
+        parcels = step.live(range(len(step.parcels)))
+        here = [parcel for parcel in parcels if parcel.is_leaving and parcel.alias is not None]
+        loss.backward()
+    assert session.report().out_bytes >= 6 * MIB
+    assert (forward_s == 0) is is_passed  # else the last value waits for those before it
+    assert sum(parcel.kind.size for parcel in here) < MIB or not is_passed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -17,7 +18,7 @@ from recollect._apply.sent import SentForward, sent_forward_of
 from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import Target, by_name, describe_unmatched
 from recollect._core.units import list_some
-from recollect._offload.offload import Offload, Staying
+from recollect._offload.offload import Offload, Passing, Staying
 from recollect._policy.combine import first_match
 from recollect._policy.places import save_modules
 
@@ -188,6 +189,28 @@ def find_sent(chosen: Chosen) -> list[SentForward]:
         elif not rule.acts and is_in(target, sent) and not is_in(target, regions):
             entries.append(SentForward(target.module, target.name, Staying()))
     return entries
+
+
+def find_passing(chosen: Chosen, targets: Iterable[Target]) -> list[SentForward]:
+    """Entries for modules at whose end an offload lets go of what has left: regions that send nothing, other blocks.
+
+    For plans, which have one offload, and count on it: see `recollect._plan.passing`.
+    """
+    away = [rule.away for _, rule in chosen if rule.away is not None]
+    if not away:
+        return []
+    known = {"", *(target.name for target, _ in chosen)}
+    beside = {target.name.rpartition(".")[0] for target, rule in chosen if rule.away is not None}
+    regions = (target for target, rule in chosen if rule.away is None)
+    blocks = (
+        target
+        for target in targets
+        if target.name not in known
+        and target.name.rpartition(".")[0] in beside
+        and target.is_called
+        and target.refusal is None
+    )
+    return [SentForward(target.module, target.name, Passing(away[0])) for target in (*regions, *blocks)]
 
 
 def find_away(chosen: Chosen) -> list[Offload]:

@@ -17,6 +17,7 @@ from recollect._apply.choosing import (
     check_sendable,
     choose_blocks,
     find_away,
+    find_passing,
     find_saved,
     find_sent,
     is_in,
@@ -156,7 +157,8 @@ def apply(
         handle._put(lever)  # noqa: SLF001
     for stand_in in stand_ins:
         handle._put(stand_in)  # noqa: SLF001
-    for entry in find_sent(chosen):
+    passing = find_passing(chosen, targets) if isinstance(rules, Plan) else []
+    for entry in (*passing, *find_sent(chosen)):
         handle._put(entry)  # noqa: SLF001
     handle._away = find_away(chosen)  # noqa: SLF001
     _put_switches(handle, model, [target.module for target in regions_in(chosen)])

@@ -12,7 +12,7 @@ from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._core.decisions import Decision
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
-from recollect._offload.offload import Offload, Staying
+from recollect._offload.offload import Offload, Passing, Staying
 from recollect._policy.base import as_policy
 
 offload_all = as_policy(Decision.OFFLOAD)
@@ -22,7 +22,8 @@ offload_all = as_policy(Decision.OFFLOAD)
 class SentForward(InstanceForward):
     """Calls a module's own ``forward`` while an offload is in force; several modules share one, and so one timetable.
 
-    Inside an offloaded module, one that is to be saved has such an entry too: with `Staying`.
+    Inside an offloaded module, one that is to be saved has such an entry too: with `Staying`; and beside it, with
+    `Passing`, one at whose end memory is let go.
     """
 
     def __init__(self, module: nn.Module, name: str, away: Offload | Staying) -> None:
@@ -61,5 +62,6 @@ class SentForward(InstanceForward):
 
 
 def sent_forward_of(module: nn.Module) -> SentForward | None:
-    """The entry that sends a module's values away, if one is in force."""
-    return next((entry for entry in entries_of(module) if isinstance(entry, SentForward)), None)
+    """The entry that sends a module's values away, or keeps them from it, if one is in force."""
+    entries = (entry for entry in entries_of(module) if isinstance(entry, SentForward))
+    return next((entry for entry in entries if not isinstance(entry.away, Passing)), None)

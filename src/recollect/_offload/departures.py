@@ -71,6 +71,16 @@ class Departures:
             self._let_go(step, due or ())
         self._begun = self._transfers.turn
 
+    def pass_by(self, step: Step) -> None:
+        """Forward passes a place without saving anything: let go of what will have left by now."""
+        due = step.passes.get(step.passed)
+        step.passed += 1
+        if step.accounts.measures:
+            step.note_passed()
+        self._begun = self._transfers.turn
+        if due is not None or step.late:
+            self._let_go(step, due or ())
+
     def _sends(self, step: Step, parcel: Parcel) -> bool:
         """Whether a value is sent of which nothing is known yet."""
         if self._waits:
@@ -164,11 +174,14 @@ class Departures:
 
         Small values go when they have left: nothing waits for them.
         """
+        if -1 in step.passes:
+            self._begun = self._transfers.turn
+            self._let_go(step, step.passes[-1])
         if step.late:
             self._transfers.release(step.live(step.late))
             step.late = []
 
-    def _let_go(self, step: Step, numbers: list[int] | tuple[()]) -> None:
+    def _let_go(self, step: Step, numbers: Sequence[int]) -> None:
         """Let go of the memory of what will have left by now, as the timetable has it.
 
         A copy that has only just begun is not waited for, but at the next value: it was to begin earlier. Nor is that

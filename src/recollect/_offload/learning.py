@@ -92,7 +92,7 @@ class Learner:
         stalls_s = accounts.stall_seconds()
         values = step.seen(stalls_s)
         out, back, copy_s = accounts.speeds(clock)
-        self._learn(step, tuple(values), out, back)
+        self._learn(step, tuple(values), tuple(step.passes_s(stalls_s)), Speeds(out=out or 0.0, back=back or 0.0))
         pinned_bytes = 0 if self._transfers.host is None else self._transfers.host.pool.held_bytes
         self._counted, self._measured = (
             None,
@@ -108,11 +108,12 @@ class Learner:
         )
         self.slow_steps = self.slow_steps + 1 if self._measured.is_slower_than_recomputing else 0
 
-    def _learn(self, step: Step, values: tuple[SeenValue, ...], out: float | None, back: float | None) -> None:
+    def _learn(self, step: Step, values: tuple[SeenValue, ...], passes_s: tuple[float, ...], seen: Speeds) -> None:
+        """Of speeds those that are 0 were not seen."""
         known = self.lessons.about(tuple(step.kinds))
-        out = out or (known.speeds.out if known is not None else None)
-        back = back or (known.speeds.back if known is not None else None) or out
-        if out is None or back is None or len(values) != len(step.kinds) or not step.has_backward:
+        out = seen.out or (known.speeds.out if known is not None else 0.0)
+        back = seen.back or (known.speeds.back if known is not None else 0.0) or out
+        if not out or not back or len(values) != len(step.kinds) or not step.has_backward:
             return
         speeds = Speeds(out=out, back=back)
         times_seen = 1 if known is None else known.times_seen + 1
@@ -123,7 +124,7 @@ class Learner:
         if self.steps % _MEASURED_EVERY == 0:
             has_room = None  # once in a while what is sent may grow
         if self._options.waits or times_seen >= LEARNING_STEPS:
-            table = self._make_timetable(values, speeds, has_room)
+            table = self._make_timetable(values, speeds, has_room, passes_s)
             if has_room is None and times_seen >= LEARNING_STEPS:
                 has_room = table.sends
                 self._pin(values, has_room)
@@ -135,11 +136,16 @@ class Learner:
                 timetable=table,
                 times_seen=times_seen,
                 has_room=has_room,
+                passes_s=passes_s,
             )
         )
 
     def _make_timetable(
-        self, values: tuple[SeenValue, ...], speeds: Speeds, has_room: tuple[bool, ...] | None
+        self,
+        values: tuple[SeenValue, ...],
+        speeds: Speeds,
+        has_room: tuple[bool, ...] | None,
+        passes_s: tuple[float, ...],
     ) -> Timetable:
         """For the next step. Once room is pinned, only what it was pinned for is sent."""
         pool = None if self._transfers.host is None or self._transfers.slow is not None else self._transfers.host.pool
@@ -150,6 +156,7 @@ class Learner:
             waits=self._options.waits,
             most_bytes=None if pool is None else pool.limit,
             has_room=has_room,
+            passes_s=passes_s,
         )
 
     def _pin(self, values: tuple[SeenValue, ...], sends: tuple[bool, ...]) -> None:

@@ -72,6 +72,10 @@ class Offload:
         """For those who call `hooks` themselves: forward is over, so what was packed may leave."""
         self._session.settle()
 
+    def pass_by(self) -> None:
+        """Forward has come further without saving anything here: what has left by now may be let go."""
+        self._session.pass_by()
+
     def report(self) -> OffloadReport:
         """Bytes out and back in a step, the share of the copies that was hidden, and how long the step waits."""
         return self._session.report()
@@ -92,6 +96,26 @@ class Staying:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pop_hooks()
+
+
+class Passing(Staying):
+    """A context in which nothing changes; at its end an offload lets go of what has left by then.
+
+    For modules that run while others send: values that leave after the last of those has run would wait for backward.
+    """
+
+    def __init__(self, away: Offload) -> None:
+        self._away = away
+
+    def __enter__(self) -> Self:
+        """Nothing."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._away.pass_by()
 
 
 def offload(

@@ -59,6 +59,7 @@ class Timetable:
     Attributes:
         sends: whether each is sent at all.
         releases: for each number, the values whose memory is let go when that value has been saved.
+        passes: likewise for each place that forward passes without saving anything; under -1 when backward begins.
         order: the values that are sent, in the order in which backward uses them.
         fetches: for each value used, those whose way back begins then; under -1 those that begin with backward.
         sent_bytes: of all that are sent.
@@ -66,6 +67,7 @@ class Timetable:
 
     sends: tuple[bool, ...]
     releases: dict[int, list[int]] = field(default_factory=dict)
+    passes: dict[int, list[int]] = field(default_factory=dict)
     order: tuple[int, ...] = ()
     fetches: dict[int, list[int]] = field(default_factory=dict)
     sent_bytes: int = 0
@@ -79,6 +81,7 @@ def make_timetable(
     waits: bool,
     most_bytes: int | None = None,
     has_room: Sequence[bool] | None = None,
+    passes_s: Sequence[float] = (),
 ) -> Timetable:
     """Choose what is sent, and when everything begins.
 
@@ -89,6 +92,7 @@ def make_timetable(
         waits: whether the step may wait for copies. If not, only what the link can carry beside forward is sent.
         most_bytes: that may be sent in all.
         has_room: of each value, whether there is room for it elsewhere; None if there is for all.
+        passes_s: when forward passes places at which nothing is saved, and memory can be let go all the same.
 
     >>> first = SeenValue(bytes=100, made_s=0.0, used_s=10.0)
     >>> last = SeenValue(bytes=100, made_s=4.9, used_s=5.1)
@@ -106,22 +110,56 @@ def make_timetable(
     uses = _Uses.of(values, delay_s[-1] if delay_s else 0.0)
     gone_s = {at: end_s for at, end_s in gone_s.items() if not uses.is_at_once(values[at], speeds)}
     fetches, order = _plan_fetches(values, speeds, gone_s, uses)
-    releases: dict[int, list[int]] = {}
     made_s = [value.made_s + delay for value, delay in zip(values, delay_s, strict=True)]
-    for number, end_s in gone_s.items():
-        when_s = end_s if waits else made_s[0] + _LATE * (end_s - made_s[0])
-        at = min(max(bisect.bisect_left(made_s, when_s), number), len(values) - 1)
-        releases.setdefault(at, []).append(number)
+    first_s = made_s[0] if made_s else 0.0
+    ends_s = gone_s if waits else {at: first_s + _LATE * (end_s - first_s) for at, end_s in gone_s.items()}
+    releases, passes = _plan_releases(ends_s, made_s, _delay(passes_s, values, delay_s), uses)
     sizes, least = [value.bytes for value in values], least_together(in_flight)
     return Timetable(
         sends=tuple(number in gone_s for number in range(len(values))),
         releases=_gather(releases, range(len(values)), sizes, least),
+        passes=passes,
         order=order,
         fetches={
             at: numbers[::-1] for at, numbers in _gather(fetches, [*uses.numbers[::-1], -1], sizes, least).items()
         },
         sent_bytes=sum(values[number].bytes for number in gone_s),
     )
+
+
+def _delay(passes_s: Sequence[float], values: Sequence[SeenValue], delay_s: Sequence[float]) -> list[float]:
+    """When places are passed, if values are saved so much later."""
+    seen_s = [value.made_s for value in values]
+    return [
+        at_s + (delay_s[before - 1] if before else 0.0)
+        for at_s in passes_s
+        for before in [bisect.bisect_right(seen_s, at_s)]
+    ]
+
+
+def _plan_releases(
+    ends_s: dict[int, float], made_s: Sequence[float], passes_s: Sequence[float], uses: _Uses
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Where the memory of values is let go, by values saved and by places passed: at the first that comes after it.
+
+    If places are passed, what is gone after all of these is let go when backward begins, or later. Else the last value
+    waits for it.
+    """
+    releases: dict[int, list[int]] = {}
+    passes: dict[int, list[int]] = {}
+    last = len(made_s) - 1
+    for number, end_s in ends_s.items():
+        saved = max(bisect.bisect_left(made_s, end_s), number)
+        passed = bisect.bisect_left(passes_s, end_s)
+        is_passed = passed < len(passes_s) and (saved > last or passes_s[passed] < made_s[saved])
+        if is_passed:
+            passes.setdefault(passed, []).append(number)
+        elif saved > last and passes_s:
+            if uses.times_s and end_s <= uses.times_s[0]:
+                passes.setdefault(-1, []).append(number)  # else it is let go in backward, when it has left
+        else:
+            releases.setdefault(min(saved, last), []).append(number)
+    return releases, passes
 
 
 def least_together(in_flight: int) -> int:

@@ -93,6 +93,13 @@ class Session:
             self._departures.settle()
         self._tell()
 
+    def pass_by(self) -> None:
+        """Forward has come further without saving anything here: what has left by now may be let go."""
+        with self._lock, unseen():
+            step = self._step
+            if step is not None and not step.has_backward and current_run() is None:
+                self._departures.pass_by(step)
+
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that backward will need; gives what stands for it."""
         if type(tensor) is not Tensor:

@@ -6,6 +6,7 @@ lesson; a later step that begins in the same way is foreseen by it, until it sav
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Lesson:
         kinds: of its values, in order.
         values: what was seen of them.
         speeds: of the link.
+        passes_s: when forward passed places without saving anything.
         timetable: for the next step; None while too little was seen.
         times_seen: how often such a step was measured.
         has_room: for which values room was pinned; None while that is still to be done.
@@ -42,6 +44,7 @@ class Lesson:
     timetable: Timetable | None
     times_seen: int
     has_room: tuple[bool, ...] | None = None
+    passes_s: tuple[float, ...] = ()
 
 
 class Lessons:
@@ -74,8 +77,9 @@ class Step:
     Attributes:
         parcels: its values in the order in which they were saved, weakly.
         kinds: of them.
-        foreseen: the kinds that are to come, as far as that is known; so `sends`, `releases` and `fetches`, which are
-            those of the timetable.
+        foreseen: the kinds that are to come, as far as that is known; so `sends`, `releases`, `passes` and `fetches`,
+            which are those of the timetable.
+        passed: how many places forward has passed without saving anything.
         lesson: by which it is foreseen, if it is.
         has_backward: whether backward has asked for one of them.
         due: numbers of those whose way back is to begin next.
@@ -105,6 +109,9 @@ class Step:
         self.held: set[int] = set()
         self.clock: Clock | None = None
         self.is_closed = False
+        self.passed = 0
+        self._passed: list[tuple[Mark, int]] = []
+        self._stream: Any = None
         self._made: list[tuple[Mark, int]] = []
         self._asked: dict[int, tuple[Mark, int]] = {}
         self._sizes: list[int] = []
@@ -116,6 +123,7 @@ class Step:
         table = None if lesson is None else lesson.timetable
         self.sends: tuple[bool, ...] | None = None if table is None else table.sends
         self.releases: dict[int, list[int]] = {} if table is None else table.releases
+        self.passes: dict[int, list[int]] = {} if table is None else table.passes
         self.fetches: dict[int, list[int]] = {} if table is None else table.fetches
 
     def live(self, numbers: Iterable[int]) -> list[Parcel]:
@@ -129,9 +137,14 @@ class Step:
 
     def note_made(self, parcel: Parcel, clock: Clock) -> None:
         """A value is saved."""
-        self.clock = clock
+        self.clock, self._stream = clock, parcel.stream
         self._made.append((clock.mark(parcel.stream), len(self.accounts.stalls)))
         self._sizes.append(parcel.kind.travel_bytes)
+
+    def note_passed(self) -> None:
+        """Forward passes a place after the first value was saved."""
+        if self.clock is not None:
+            self._passed.append((self.clock.mark(self._stream), len(self.accounts.stalls)))
 
     def note_used(self, number: int, clock: Clock, stream: Any) -> None:
         """Backward asks for a value for the first time."""
@@ -152,9 +165,7 @@ class Step:
         if not self._made or self.clock is None:
             return []
         zero, seconds = self._made[0][0], self.clock.seconds
-        waited = [0.0]
-        for stall in stalls_s:
-            waited.append(waited[-1] + stall)
+        waited = _add_up(stalls_s)
         return [
             SeenValue(
                 bytes=self._sizes[number],
@@ -166,3 +177,14 @@ class Step:
             )
             for number, (mark, stalls) in enumerate(self._made)
         ]
+
+    def passes_s(self, stalls_s: list[float]) -> list[float]:
+        """When forward passed places without saving anything; by the same clock, under the same conditions."""
+        if not self._made or self.clock is None:
+            return []
+        zero, waited = self._made[0][0], _add_up(stalls_s)
+        return [self.clock.seconds(zero, mark) - waited[stalls] for mark, stalls in self._passed]
+
+
+def _add_up(stalls_s: Iterable[float]) -> list[float]:
+    return list(itertools.accumulate(stalls_s, initial=0.0))

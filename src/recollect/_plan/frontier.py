@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from recollect._plan.options import Option
 from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem
-from recollect._plan.recipes import Recipe, list_recipes
+from recollect._plan.recipes import Recipe, list_away, list_recipes
 from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import Segment, find_chains
 from recollect._plan.ways import can_replay
@@ -94,6 +94,8 @@ def find_frontier(
     for chain in chains:
         for name, choice in candidates(chain) if candidates is not None and known is None else ():
             search.judge(name, choice)
+        for choice in list_away(problem, chain):
+            search.judge("planned", choice)
     pace, tried = problem.prices.pace, set[Pace]()
     try:
         while wanted := search.find_paces().difference(tried):

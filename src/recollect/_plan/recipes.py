@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without
 from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, Treatment, Way, count_host, find_held, find_sent
-from recollect._plan.segments import Segment, find_parts
+from recollect._plan.segments import Segment, find_last_modules, find_parts
 from recollect._plan.solvers.chain import choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
 from recollect._plan.ways import can_replay
@@ -24,9 +25,14 @@ _FEWER_BUDGETS = 16
 _MOST_PRICES = 16
 _MORE = 1 + 1e-6  # what has just this price is taken
 _BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
+_MARKER_BYTES = IN_FLIGHT_BYTES // 4
 _SENT_SHARES = (0.34, 0.67, 1.0)
 _LITTLE_FOLLOWING = (None, Way.RERUN)
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
+
+
+Extra = tuple[tuple[Segment, Option], ...]
+"""Modules beside a chain, and what becomes of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +45,7 @@ class Recipe:
         rest_bytes: the most after the last segment's forward and before its backward.
         budgets: the numbers of bytes to begin with.
         parts: the segments inside of these, by their paths.
+        extra: modules beside the chain, and what becomes of them.
     """
 
     chain: Sequence[Segment]
@@ -46,15 +53,17 @@ class Recipe:
     rest_bytes: int
     budgets: tuple[int, ...]
     parts: dict[str, Segment]
+    extra: Extra = ()
 
     def choose(self, budget_bytes: int) -> list[tuple[Segment, Option]]:
         """The quickest choice for so many bytes, as far as can be told before it is judged; nothing if none fits."""
         chosen = choose_options(self.options, self.rest_bytes, budget_bytes)
-        return [
+        found = [
             pair
             for segment, one in zip(self.chain, chosen or (), strict=False)
             for pair in _take_apart(self.parts, segment, one.option)
         ]
+        return [*found, *self.extra] if chosen else found
 
 
 def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> Iterator[Recipe]:
@@ -69,15 +78,26 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
     for _ in range(_NARROWINGS):
         middle = (low + high) // 2
         low, high = (low, middle) if choose_options(options, rest, middle) is not None else (middle, high)
-    for sent in (frozenset[int](), *_choose_sent(problem, chain)):
+    for sent, extra in ((frozenset[int](), ()), *_choose_sent(problem, chain)):
         away = {at: weigh(problem, chain[at], Option(way=Way.OFFLOAD), plain) for at in sent}
         mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
         steps = _FEWER_BUDGETS if sent else _BUDGETS
         lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
         budgets = tuple(lowest + (plain.peak_bytes - lowest) * number // steps for number in range(steps + 1))
-        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts)
+        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=extra)
         if not sent and (fewer := _follow_fewer(problem, chain, options)) is not None:
             yield Recipe(chain=chain, options=fewer, rest_bytes=rest, budgets=budgets, parts=parts)
+
+
+def list_away(problem: Problem, chain: Sequence[Segment]) -> Iterator[list[tuple[Segment, Option]]]:
+    """Choices in which all segments of the most usual type send what they hold: so the link is used evenly."""
+    if not problem.link_bytes_per_s:
+        return
+    ((usual, _),) = Counter(segment.type for segment in chain).most_common(1)
+    alike = [segment for segment in chain if segment.type == usual]
+    for option in find_options(problem, alike[0]):
+        if option.is_away:
+            yield [(segment, option) for segment in alike]
 
 
 def _follow_fewer(
@@ -111,8 +131,11 @@ def _keep_here(options: Sequence[Weighed]) -> list[Weighed]:
     return [weighed for weighed in options if not weighed.option.is_away]
 
 
-def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[frozenset[int]]:
-    """Which segments to send away: as many as the link carries beside forward, evenly spread, the first ones first."""
+def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[tuple[frozenset[int], Extra]]:
+    """Which segments to send away: as many as the link carries beside forward, evenly spread, the first ones first.
+
+    The most that it carries is tried with a marker, too.
+    """
     speed = problem.link_bytes_per_s
     if not speed:
         return
@@ -130,7 +153,22 @@ def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[frozens
             some = frozenset(sent[: max(1, round(len(sent) * share))])
             if some and some not in known:
                 known.add(some)
-                yield some
+                yield some, ()
+        if sent and (marker := _find_marker(problem, chain)) is not None:
+            inside = [at for at, segment in enumerate(chain) if segment.path == marker.path]
+            yield frozenset((*sent, *inside)), () if inside else ((marker, Option(way=Way.OFFLOAD)),)
+
+
+def _find_marker(problem: Problem, chain: Sequence[Segment]) -> Segment | None:
+    """The last module that saves little, after all blocks: when backward asks for that, ways back can begin.
+
+    Without it they begin with the first use of what was sent, which is then not back in time, and so is not sent.
+    """
+    for segment in find_last_modules(problem, chain):
+        size = sum(problem.sizes[storage] for storage in find_sent(problem, segment.runs))
+        if 0 < size <= _MARKER_BYTES:
+            return segment
+    return None
 
 
 def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:

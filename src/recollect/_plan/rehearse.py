@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from recollect._plan.journeys import Journey, find_absences
 from recollect._plan.occupancy import Order
+from recollect._plan.passing import find_passes
 from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem, Run
 
@@ -52,6 +53,11 @@ class Treatment:
     way: Way
     kept: frozenset[int] = frozenset()
     is_away: bool = False
+
+    @property
+    def sends(self) -> bool:
+        """Whether something of it goes elsewhere."""
+        return self.is_away or self.way is Way.OFFLOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +191,9 @@ class _Stage:
             Journey(bytes=problem.sizes[trip.storage], made_s=clock[trip.made], used_s=clock[trip.asked])
             for trip in trips
         ]
-        absences, waits_s = find_absences(journeys, speed)
+        passes = find_passes(problem, [(run, treatment.sends) for run, treatment in self._chosen])
+        passes_s = sorted(clock[self._at[call] + 1] for call in passes)
+        absences, waits_s = find_absences(journeys, speed, passes_s=passes_s)
         for trip, absence in zip(trips, absences, strict=True):
             gone = max(bisect.bisect_left(clock, absence.gone_s), trip.free)
             back = bisect.bisect_right(clock, absence.back_s) - 1

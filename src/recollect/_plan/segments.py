@@ -9,7 +9,7 @@ stages.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from recollect._core.families import paths_above
@@ -64,6 +64,19 @@ def find_parts(problem: Problem, segment: Segment) -> list[Segment]:
     able = [path for path in inside if _is_able(problem, path, modules)]
     parts = [_make_segment(problem, path, modules) for path in _outermost(able)]
     return sorted(parts, key=lambda part: part.runs[0].first)
+
+
+def find_last_modules(problem: Problem, chain: Sequence[Segment]) -> Iterator[Segment]:
+    """Modules without parts that run once after the last of several segments, or are that one; the last first."""
+    modules = {module.path: module for module in problem.profile.modules}
+    after = max((run.first for segment in chain for run in segment.runs), default=0)
+    once = [path for path in problem.leaves if path in modules and len(problem.runs_of(path)) == 1]
+    inside = {segment.path for segment in chain}
+    for path in sorted(once, key=lambda path: problem.runs_of(path)[0].first, reverse=True):
+        if problem.runs_of(path)[0].first < after:
+            return
+        if inside.isdisjoint(list(paths_above(path))[1:]):
+            yield _make_segment(problem, path, modules)
 
 
 def _is_able(problem: Problem, path: str, modules: dict[str, ModuleEntry]) -> bool:
