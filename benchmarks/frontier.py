@@ -18,6 +18,7 @@ import gc
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,8 +150,9 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
                 with bench.torchs(selective=what):
                     seconds, peak = bench.measure(options.repeats, 1)
             else:
-                with recollect.apply(bench.model, what):
+                with recollect.apply(bench.model, what) as handle:
                     seconds, peak = bench.measure(options.repeats, 3)
+                    rows[label]["sent"] = tell_sent(handle, what)
             rows[label]["times"].append(seconds)
             rows[label]["peak"] = max(rows[label]["peak"], peak)
     plain = rows["plain"]
@@ -181,8 +183,23 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
                 + "".join(f", {lever.name}" for lever in plan.levers)
             )
         print(line, flush=True)
+        if row.get("sent"):
+            print(f"    {row['sent']}", flush=True)
         found.append(entry)
     return found
+
+
+def tell_sent(handle: Any, plan: recollect.Plan) -> str:
+    """What the link did in a step, and what became of how many regions; empty if nothing was sent."""
+    ways = Counter(f"{region.way}{' and send' if region.tier else ''}" for region in plan.regions)
+    if not any(region.tier for region in plan.regions):
+        return ""
+    said = handle.report()
+    speeds = ", ".join(
+        f"{(speed or 0) / 1e9:.1f} GB/s {way}"
+        for way, speed in (("out", said.out_bytes_per_s), ("back", said.back_bytes_per_s))
+    )
+    return f"{', '.join(f'{count} {way}' for way, count in ways.items())}; {said}; {speeds}"
 
 
 def show_gaps(name: str, case: Case, options: argparse.Namespace) -> None:
