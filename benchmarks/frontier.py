@@ -140,7 +140,7 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
     planned_s = time.perf_counter() - started
     candidates |= plans
     candidates |= {"torch full": False, "torch matmuls and attention": True}
-    rows: dict[str, dict[str, Any]] = {label: {"times": [], "peak": 0} for label in candidates}
+    rows: dict[str, dict[str, Any]] = {label: {"times": [], "peak": 0, "sent": ""} for label in candidates}
     for _ in range(options.rounds):
         for label, what in candidates.items():
             gc.collect()
@@ -182,15 +182,13 @@ def run(name: str, case: Case, options: argparse.Namespace) -> list[dict[str, An
                 f" | {'within' if limit is None or peak <= limit else 'OVER'} budget, {len(plan.regions)} regions"
                 + "".join(f", {lever.name}" for lever in plan.levers)
             )
-        print(line, flush=True)
-        if row.get("sent"):
-            print(f"    {row['sent']}", flush=True)
+        print(line + row["sent"], flush=True)
         found.append(entry)
     return found
 
 
 def tell_sent(handle: Any, plan: recollect.Plan) -> str:
-    """What the link did in a step, and what became of how many regions; empty if nothing was sent."""
+    """A line of what the link did in a step, and what became of how many regions; empty if nothing was sent."""
     ways = Counter(f"{region.way}{' and send' if region.tier else ''}" for region in plan.regions)
     if not any(region.tier for region in plan.regions):
         return ""
@@ -199,7 +197,7 @@ def tell_sent(handle: Any, plan: recollect.Plan) -> str:
         f"{(speed or 0) / 1e9:.1f} GB/s {way}"
         for way, speed in (("out", said.out_bytes_per_s), ("back", said.back_bytes_per_s))
     )
-    return f"{', '.join(f'{count} {way}' for way, count in ways.items())}; {said}; {speeds}"
+    return f"\n    {', '.join(f'{count} {way}' for way, count in ways.items())}; {said}; {speeds}"
 
 
 def show_gaps(name: str, case: Case, options: argparse.Namespace) -> None:
