@@ -1,5 +1,6 @@
 """Settings for all tests: hypothesis profiles, what is skipped, what is slow, and who runs what where several run."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -24,6 +25,9 @@ settings.load_profile("random" if os.environ.get("RECOLLECT_EXAMPLES") else "sam
 # The tensors here are tiny: a second thread only adds waiting (measured: 1.2 s instead of 10 ms for one test).
 torch.set_num_threads(1)
 
+# Compilers make objects by the hundred thousand, nearly all for good: a collection at each quarter more took 15% of
+# the time of tests/compile. Tests that are about lifetimes collect by themselves.
+gc.set_threshold(10_000, 20, 50)
 
 collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
 
