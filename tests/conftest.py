@@ -1,18 +1,16 @@
 """Settings for all tests: hypothesis profiles, what is skipped, what is slow, and who runs what where several run."""
 
-import gc
 import os
-import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from recollect._fit import work
-from recollect._plan.overheads import USUAL, Overhead
-from tests.collecting import collect_new
+from tests.collecting import collect_new, collect_seldom
+from tests.guards import leave_guards_untimed
+from tests.pricing import little_overheads
 
 # Nothing here may depend on how quick the machine is, nor on luck: no time limits, and the same examples everywhere.
 # RECOLLECT_EXAMPLES says how many networks to make, and that they be new ones.
@@ -25,9 +23,7 @@ settings.load_profile("random" if os.environ.get("RECOLLECT_EXAMPLES") else "sam
 # The tensors here are tiny: a second thread only adds waiting (measured: 1.2 s instead of 10 ms for one test).
 torch.set_num_threads(1)
 
-# Compilers make objects by the hundred thousand, nearly all for good: a collection at each quarter more took 15% of
-# the time of tests/compile. Tests that are about lifetimes collect by themselves.
-gc.set_threshold(10_000, 20, 50)
+collect_seldom()
 
 collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
 
@@ -75,27 +71,11 @@ SHARED = {"ranks", "browser"}  # fixtures that start processes: those who use on
 CHUNK = 40
 
 
-_LITTLE = {
-    **USUAL,
-    "rerun": Overhead(region_forward_s=40e-6, call_forward_s=1.5e-6, region_backward_s=40e-6),
-    "serve": Overhead(region_forward_s=100e-6, call_forward_s=2e-6, region_backward_s=110e-6, again_s=4e-6),
-    "replay": Overhead(region_forward_s=75e-6, call_forward_s=2e-6, region_backward_s=75e-6, again_s=3.5e-6),
-}
-
-
 @pytest.fixture(autouse=True)
 def _little_overheads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions cost the host little, and always the same.
-
-    Measured prices would let plans depend on the machine, models as small as those of tests would only rerun, and to
-    measure them takes half a second for each plan.
-    """
-
-    def answer(*_: object, **__: object) -> dict[str, Overhead]:
-        return dict(_LITTLE)
-
+    """Regions cost the host little, and always the same, see `tests/pricing.py`."""
     if request.path.name != "test_overheads.py":
-        monkeypatch.setattr(work, "measure_overheads", answer)
+        monkeypatch.setattr(work, "measure_overheads", little_overheads)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,14 +95,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     torch.manual_seed(0)  # so that no test depends on which ran before it, in the process that it happened to be given
-    # Dynamo times the guards of all that it compiles, for its log, after it has emptied the processor's caches: 20 ms.
-    guards: Any = sys.modules.get("torch._dynamo.guards")
-    if guards is not None:
-        guards.profile_guard_manager = no_latency
-
-
-def no_latency(*_: object) -> float:
-    return 0.0
+    leave_guards_untimed()
 
 
 @pytest.hookimpl(trylast=True)
