@@ -11,6 +11,7 @@ from recollect._fit import work
 from tests.collecting import collect_new, collect_seldom
 from tests.guards import leave_guards_untimed
 from tests.pricing import little_overheads
+from tests.seeding import seed_only_what_is_here
 
 # Nothing here may depend on how quick the machine is, nor on luck: no time limits, and the same examples everywhere.
 # RECOLLECT_EXAMPLES says how many networks to make, and that they be new ones.
@@ -24,6 +25,7 @@ settings.load_profile("random" if os.environ.get("RECOLLECT_EXAMPLES") else "sam
 torch.set_num_threads(1)
 
 collect_seldom()
+seed_only_what_is_here()
 
 collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
 

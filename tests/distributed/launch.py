@@ -47,6 +47,7 @@ from torch import distributed
 from tests.collecting import collect_seldom
 from tests.guards import leave_guards_untimed
 from tests.pricing import fix_overheads
+from tests.seeding import seed_only_what_is_here
 
 T = TypeVar("T")
 
@@ -209,6 +210,7 @@ def _serve(connection: Connection, rank: int, size: int, folder: Path, stacks: P
     torch.set_num_threads(1)
     collect_seldom()
     fix_overheads()
+    seed_only_what_is_here()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         faulthandler.enable(file=file)
