@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable
 
@@ -39,11 +40,16 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
         message = f"pattern {text!r} is empty; '**' matches every path"
         raise ValueError(message)
     try:
-        regex = re.compile(text.removeprefix(_REGEX) if text.startswith(_REGEX) else _translate(text))
+        regex = _read(text)
     except re.error as error:
         message = f"pattern {text!r} is not a {'regular expression' if text.startswith(_REGEX) else 'pattern'}: {error}"
         raise ValueError(message) from None
     return lambda path: regex.fullmatch(path) is not None
+
+
+@functools.lru_cache(maxsize=2**10)  # policies ask of each module anew, with the same few patterns
+def _read(text: str) -> re.Pattern[str]:
+    return re.compile(text.removeprefix(_REGEX) if text.startswith(_REGEX) else _translate(text))
 
 
 def _translate(glob: str) -> str:
