@@ -1,11 +1,17 @@
-"""What Inductor's backward graphs go through where they recompute regions: cheap copies, and their order.
+"""What Inductor's backward graphs go through where they recompute: cheap copies, their order, when memory is reused.
 
 Inductor orders kernels anew, by what it guesses of memory, and fuses what reads the same values. A backward that
 recomputes regions then takes more than it has to: a whole Qwen3 of two layers 81 MiB, in the order of autograd 67.
 
+It also holds on to a buffer that nobody reads any more, if one of the same size is to come, for as long as that stays
+below the peak that it has estimated. The estimate knows of no buffer that is written in place and is too high, and the
+peak rises to it. Where backward recomputes, a buffer goes on only to the kernel that comes next; the rest is the
+allocator's, which gives the memory to whoever is first.
+
 Private names: ``min_cut_rematerialization_partition`` as Inductor calls it. There is no hook behind it, but the option
-``custom_partitioner_fn``, which is the user's (`partition.py`).
-Would be replaced by: a public pass over backward graphs.
+``custom_partitioner_fn``, which is the user's (`partition.py`). ``EfficientPeakEstimate``, by which Inductor reuses
+buffers, and the graph that it is at work on (``V.graph``).
+Would be replaced by: a public pass over backward graphs; an option that says how long a buffer may wait.
 Run on: torch 2.11, 2.13.
 """
 
@@ -20,26 +26,31 @@ from torch import fx
 
 from recollect._compile.copies import copy_cheap_values
 from recollect._compile.ordering import keep_order
-from recollect._core.torch_private.partitioner import REGION
+from recollect._core.decisions import Decision
+from recollect._core.torch_private.partitioner import DECISION, REGION
 
 _INDUCTOR = "torch._inductor.compile_fx"
 _lock = threading.Lock()
 
 
 def arrange_backward() -> None:
-    """From now on, have Inductor's backward graphs arranged; for graphs without regions, nothing changes."""
+    """From now on, have Inductor's backward graphs arranged; for graphs that recompute nothing, nothing changes."""
     inductor: Any = sys.modules.get(_INDUCTOR)
     with _lock:
         if inductor is None or hasattr(inductor.min_cut_rematerialization_partition, REGION):
             return
+        from torch._inductor.codegen import wrapper
+
         inductor.min_cut_rematerialization_partition = _arranging(inductor.min_cut_rematerialization_partition)
+        code: Any = wrapper
+        code.EfficientPeakEstimate = _estimating(code.EfficientPeakEstimate)
 
 
 def _arranging(cut: Any) -> Any:
     @functools.wraps(cut)
     def cut_and_arrange(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = cut(*args, **options)
-        if any(node.op == "call_function" and _is_recomputed(node) for node in backward.graph.nodes):
+        if any(map(_is_recomputed, backward.graph.nodes)):
             copy_cheap_values(backward)
             keep_order(backward)
         return forward, backward
@@ -48,5 +59,19 @@ def _arranging(cut: Any) -> Any:
     return cut_and_arrange
 
 
+def _estimating(estimate: Any) -> Any:
+    @functools.wraps(estimate, updated=())
+    def estimate_peak() -> Any:
+        from torch._inductor.virtualized import V
+
+        made, graph = estimate(), V.graph
+        if graph.is_backward and any(map(_is_recomputed, graph.module.graph.nodes)):
+            made.overall_peak_memory = 0
+        return made
+
+    return estimate_peak
+
+
 def _is_recomputed(node: fx.Node) -> bool:
-    return REGION in node.meta and node.meta.get("partitioner_tag") != "is_backward"
+    is_forward = node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward"
+    return is_forward and (REGION in node.meta or node.meta.get(DECISION) == Decision.RECOMPUTE.value)

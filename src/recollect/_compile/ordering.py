@@ -62,5 +62,7 @@ def _run(_waits_for: Any, subgraph: Any, *args: Any) -> Any:
 
 def has_kernel(node: fx.Node) -> bool:
     """Whether a node is a product, a convolution or attention: what nothing is fused into."""
-    is_operator = node.op == "call_function" and isinstance(node.target, OpOverload)
-    return is_operator and operator_of(node.target).flops is not None
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    return operator_of(target).flops is not None or "attention" in target._opname  # torch counts not all of these

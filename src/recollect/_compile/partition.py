@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import fx
 
+from recollect._compile.inductor import arrange_backward
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import key_of
 from recollect._compile.offloading import MARK, mark_offloaded
@@ -107,6 +108,7 @@ class Partitioner:
                 self._report(partition)
         cuts_for_inductor: Any = inductor_config.custom_partitioner_fn
         if cuts_for_inductor is self and _decides(plan):
+            arrange_backward()
             keep_order(backward)
         return forward, backward
 
