@@ -64,7 +64,8 @@ def _estimating(estimate: Any) -> Any:
     def estimate_peak() -> Any:
         from torch._inductor.virtualized import V
 
-        made, graph = estimate(), V.graph
+        made: Any = estimate()
+        graph: Any = V.graph
         if graph.is_backward and any(map(_is_recomputed, graph.module.graph.nodes)):
             made.overall_peak_memory = 0
         return made
