@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from recollect._core.patterns import nearest, quote_all
-from recollect._core.torch_private.ops import higher_order_names, op_name, overload_names, packet_name
+from recollect._core.torch_private.ops import higher_order_names, is_overload, op_name, overload_names, packet_name
 from recollect._core.units import list_some
 
 OpLike = str | type[torch.autograd.Function] | Callable[..., Any]
@@ -71,6 +71,8 @@ def _check_name(text: str) -> str:
     bare = name.removeprefix(f"{_HIGHER_ORDER}.")
     if "." not in bare and bare in higher_order_names():
         return bare
+    if is_overload(name):
+        return name
     names = overload_names()
     if name in names:
         return name

@@ -1,7 +1,7 @@
 """Which operators are registered, and which kinds of object stand for one.
 
 Private names: the classes and the registry of higher-order operators of `torch._ops`, `CustomOpDef`, and the
-dispatcher's list of operators.
+dispatcher's list of operators and its search for a schema.
 Would be replaced by: public names for those classes, and a public list of operators (`dir(torch.ops.aten)` holds only
 those that were looked up before).
 Run on: torch 2.11, 2.13.
@@ -15,11 +15,30 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+_PARTS = 3  # library, operator, overload
+
 
 def overload_names() -> list[str]:
     """All registered overloads, in no order, written as `str` writes them: ``aten.mm.default``. Costs 10 ms."""
     names = (name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
     return [name if name.count(".") > 1 else f"{name}.default" for name in names]
+
+
+def is_overload(name: str) -> bool:
+    """Whether an overload has a schema under this name, written as `overload_names` does. Costs 2 µs.
+
+    >>> is_overload("aten.mm.default"), is_overload("aten.mm.out"), is_overload("aten.mm"), is_overload("mm")
+    (True, True, False, False)
+    """
+    parts = name.split(".")
+    if len(parts) != _PARTS:
+        return False
+    library, short, overload = parts
+    try:
+        torch._C._dispatch_find_schema_or_throw(f"{library}::{short}", "" if overload == "default" else overload)
+    except RuntimeError:
+        return False
+    return True
 
 
 def higher_order_names() -> list[str]:
