@@ -1,8 +1,10 @@
 """Plans for real models: within their budget to the byte they predict, with the gradients of the plain step."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -267,6 +269,41 @@ def test_with_a_link_candidates_mark_the_begin_of_backward_and_send_evenly() -> 
     assert any({"head", "layers.0"} <= paths for paths in sent)
     assert any("head" not in paths and "layers.0" in paths for paths in sent)
     assert not list(list_away(work_for(seen, None).problem, chain))
+
+
+class Borrowing(nn.Module):
+    """Calls a part of its first block once more in the end, as diffusers' DiT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.layers[0]
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        loss: Tensor = (y * first[0](x)).sum()
+        return loss
+
+
+def test_a_part_of_a_block_that_others_call_is_no_run_of_the_block() -> None:
+    torch.manual_seed(0)
+    model, x = Borrowing(), torch.randn(512, 64)
+    seen = with_fixed_times(recollect.profile(model, x))
+    problem = work_for(seen, None).problem
+    assert [len(problem.runs_of(path)) for path in ("layers.0", "layers.0.0", "layers.1")] == [1, 2, 1]
+    shares = [point.peak_bytes / seen.peak_bytes for point in work_for(seen, None).frontier().points]
+    assert all(high - low < 0.1 for high, low in itertools.pairwise(shares))
+    plan = recollect.plan(seen, budget=seen.peak_bytes * 7 // 10)
+    expected = gradients(model, (x,))
+    with recollect.apply(model, plan):
+        found = gradients(model, (x,))
+        measured = recollect.profile(model, x).peak_bytes
+    assert are_equal(expected, found)
+    assert measured == plan.peak_bytes
 
 
 def test_a_planned_model_compiles_as_one_graph_with_the_same_gradients() -> None:

@@ -203,7 +203,9 @@ class Problem:
             found = []
             for path in paths_above(self.calls[number].module):
                 runs = self._runs[path]
-                found.append(runs[bisect.bisect_right(runs, number, key=lambda one: one.first) - 1])
+                run = runs[bisect.bisect_right(runs, number, key=lambda one: one.first) - 1]
+                if run.first <= number < run.stop:  # else a part was called by somebody else
+                    found.append(run)
             known = self._around[number] = found
         return known
 
@@ -286,8 +288,26 @@ class Problem:
                     spans[-1][1] = number
                 else:
                     spans.append([number, number])
-            found[path] = [self._make_run(path, first, last + 1, edges, ends) for first, last in spans]
+            own = self._leave_out_parts(path, spans)
+            found[path] = [self._make_run(path, first, last + 1, edges, ends) for first, last in own]
         return found
+
+    def _leave_out_parts(self, path: str, spans: list[list[int]]) -> list[list[int]]:
+        """The spans that are runs of a module, not of one of its parts alone that others call, as DiT's head does."""
+        if len(spans) == 1 or not path:
+            return spans
+        parts = [
+            {
+                call.module.removeprefix(path).partition(".")[2].partition(".")[0]
+                for call in self.calls[first : last + 1]
+            }
+            for first, last in spans
+        ]
+        return [
+            span
+            for span, own in zip(spans, parts, strict=True)
+            if len(own) > 1 or "" in own or not any(own < other for other in parts)
+        ]
 
     def _is_entered(self, path: str, number: int) -> bool:
         """Whether a module was called anew just before one of its calls."""
