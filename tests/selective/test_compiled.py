@@ -1,5 +1,6 @@
 """Compiled code inside a region under a policy: it is one call, which computes what it computes outside."""
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect import policies
-from recollect._core.torch_private import intercept
+from recollect._core.torch_private import compiled_calls, intercept
 
 # Dynamo looks at the .grad of every tensor that it meets.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -237,6 +239,81 @@ def test_an_error_inside_compiled_code_leaves_the_modes_as_they_were(policy: Any
             recollect.checkpoint(net, policy=policy)(x)
         assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         assert not intercept.is_on()
+
+
+def breaks_its_graph(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.sin()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_code_that_does_not_compile_whole_says_so_and_leaves_the_modes_as_they_were(policy: Any) -> None:
+    net = Calling(torch.compile(breaks_its_graph, fullgraph=True, backend="aot_eager"))
+    x = torch.randn(4, 8, requires_grad=True)
+    region = recollect.checkpoint(net, policy=policy)
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+            region(x)
+        assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        assert not intercept.is_on()
+    net._fn = [torch.compile(torch.sin, fullgraph=True, backend="aot_eager")]
+    (expected,) = torch.autograd.grad(net(x).sum(), [x])
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(region(x).sum(), [x])[0], expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_code_that_is_not_compiled_at_all_says_so_and_leaves_the_modes_as_they_were(policy: Any) -> None:
+    """Under someone's dispatch mode Dynamo compiles nothing, and in torch 2.13 raises before it calls any hook."""
+
+    def call(x: Tensor) -> Tensor:
+        return x.sin()
+
+    net, x = Calling(torch.compile(call, fullgraph=True, backend="aot_eager")), torch.randn(4, 8, requires_grad=True)
+    region = recollect.checkpoint(net, policy=policy)
+    raises = pytest.raises(RuntimeError, match="found no compiled frames")
+    for _ in range(2):
+        with raises if torch.__version__ >= "2.13" else contextlib.nullcontext(), FlopCounterMode(display=False):
+            region(x)
+        assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        assert not intercept.is_on()
+        assert not compiled_calls._due.asides
+    net._fn = [torch.compile(torch.sin, fullgraph=True, backend="aot_eager")]
+    (expected,) = torch.autograd.grad(net(x).sum(), [x])
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(region(x).sum(), [x])[0], expected)
+
+
+class Feed(nn.Module):
+    """A block whose activation is compiled."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self._activation = nn.Linear(16, 64), nn.Linear(64, 16), [activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self._activation[0](self.up(x)))
+        return out
+
+
+@pytest.mark.parametrize("is_dry", [False, True], ids=["real profile", "dry profile"])
+@pytest.mark.parametrize("budget", ["min", "half"])
+def test_compiled_code_in_blocks_under_a_plan_stays_compiled_and_is_compiled_once(budget: str, is_dry: bool) -> None:
+    pytest.importorskip("scipy")
+    torch._dynamo.reset()
+    backend = Backend()
+    activation = torch.compile(lambda x: x.sin().exp().tanh(), backend=aot_autograd(fw_compiler=backend.boxed))
+    net, x = nn.Sequential(*(Feed(activation) for _ in range(3))), torch.randn(512, 16, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sum(), [x, *net.parameters()])
+    compiled = backend.compiled
+    profile = recollect.profile(net, x, dry=is_dry)
+    least, most = (recollect.plan(profile, budget=one).peak_bytes for one in ("min", "fastest"))
+    recollect.apply(net, recollect.plan(profile, budget="min" if budget == "min" else (least + most) // 2))
+    for _ in range(3):
+        before = backend.run
+        assert all(map(torch.equal, torch.autograd.grad(net(x).sum(), [x, *net.parameters()]), expected))
+        assert backend.compiled == compiled
+        assert backend.run > before
 
 
 def test_compiled_code_inside_of_compiled_code_is_a_part_of_it() -> None:

@@ -10,8 +10,8 @@ Where torch is asked to show compiled code to modes (``torch._inductor.config.wr
 dispatch modes stay on and meet each piece as one call, of the operator ``inductor_compiled_code``.
 
 Private names: ``enter_exit_hooks`` of Dynamo's contexts, which it calls before it looks at guards and after the code
-has run; ``_maybe_set_eval_frame``, the last thing that it calls, after it has put back dispatch keys (torch 2.13); the
-stack of dispatch modes.
+has run; ``_maybe_set_eval_frame``, the last thing that it calls, after it has put back dispatch keys (torch 2.13), also
+where ``fullgraph=True`` has compiled nothing and it raises before it comes to the hooks; the stack of dispatch modes.
 Would be replaced by: a public hook around each call of a compiled function.
 Run on: torch 2.11, 2.13.
 """
@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -45,10 +45,22 @@ _KEYS = (intercept.KEY, _C.DispatchKey.Python, _C.DispatchKey.PythonTLSSnapshot)
 """The keys that interceptions and dispatch modes set."""
 
 
+class _Aside:
+    """One call of compiled code that modes have stepped aside for."""
+
+    __slots__ = ("frame", "has_begun", "step_back")
+
+    def __init__(self, frame: FrameType | None, step_back: Callable[[], None]) -> None:
+        self.frame, self.step_back, self.has_begun = frame, step_back, False
+
+
 class _Due(threading.local):
-    """Per thread: the keys to set once Dynamo has put back those that it found."""
+    """Per thread: the keys to set once Dynamo has put back those that it found, and the calls that are not over."""
 
     keys: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.asides: list[_Aside] = []
 
 
 _due = _Due()
@@ -76,12 +88,16 @@ def step_aside() -> Callable[[], None]:
         intercept.pause()
 
     def step_back() -> None:
+        _due.asides.remove(aside)
         _due.keys = keys
         if is_intercepted:
             intercept.resume()
         _exchange(staying, dispatching, _put_dispatch_modes)
         _exchange(others, functions, put_modes)
 
+    frame = sys._getframe(1)
+    aside = _Aside(frame.f_back if frame.f_code.co_name == "<listcomp>" else frame, step_back)
+    _due.asides.append(aside)
     return step_back
 
 
@@ -131,6 +147,8 @@ def _install(dynamo: Any) -> None:
     set_callback = dynamo._maybe_set_eval_frame
 
     def set_callback_and_resume(callback: Any) -> Any:
+        if _due.asides:
+            _meet(sys._getframe(1))
         if _due.keys:
             for key in _due.keys:
                 _include(key, True)  # noqa: FBT003
@@ -138,6 +156,15 @@ def _install(dynamo: Any) -> None:
         return set_callback(callback)
 
     dynamo._maybe_set_eval_frame = set_callback_and_resume
+
+
+def _meet(frame: FrameType) -> None:
+    """Dynamo's call in this frame begins, or it ends: then step back, unless its hooks have done so."""
+    aside = _due.asides[-1]
+    if aside.frame is frame:
+        if aside.has_begun:
+            aside.step_back()
+        aside.has_begun = True
 
 
 class _AtImport:
