@@ -188,13 +188,16 @@ def test_stages_of_few_blocks_are_passed_through_if_others_repeat_theirs() -> No
         assert len(handle.places) == 7
 
 
-def test_stages_of_which_half_have_the_same_sizes_are_passed_through() -> None:
-    """As those of the decoder of Stable Diffusion's autoencoder; of three stages it would be most."""
+def test_stages_of_which_two_have_the_same_sizes_are_passed_through() -> None:
+    """As those of the decoder of Stable Diffusion's autoencoder; two of three would be most of them."""
     stages = [Stage(8, 8, 3), Stage(8, 8, 3), Stage(8, 4, 3), Stage(4, 2, 3)]
     with recollect.apply(nn.Sequential(*stages)) as handle:
         assert len(handle.places) == 12
     with recollect.apply(nn.Sequential(*stages[:3])) as handle:
         assert [place.class_name for place in handle.places] == ["Stage"] * 3
+    alternating = [Stage(*widths, 3) for _ in range(3) for widths in ((8, 4), (4, 8))]
+    with recollect.apply(nn.Sequential(*alternating)) as handle:
+        assert [place.class_name for place in handle.places] == ["Stage"] * 6
 
 
 def test_stages_that_name_their_blocks_are_passed_through() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import Decision, Site, policies
 from recollect._apply.options import parse_choices
+from recollect._policy.base import Policy
 from recollect._profile.memory import LiveBytes
 from tests.models import GPT
 from tests.watching import Operators
@@ -179,26 +180,36 @@ def test_selective_recomputes_all_of_two_bare_convolutions() -> None:
     [
         (nn.ReLU(), False),
         (nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), False),
+        (nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), False),
+        (nn.Sequential(nn.BatchNorm2d(4), nn.SiLU()), True),
         (nn.Sigmoid(), False),
-        (nn.BatchNorm2d(4), True),
-        (nn.GroupNorm(2, 4), True),
-        (nn.SiLU(), True),
-        (nn.GELU(), True),
-        (nn.ELU(), True),
-        (nn.LeakyReLU(), True),
-        (nn.Hardswish(), True),
+        *[(nn.Sequential(nn.BatchNorm2d(4), act()), True) for act in (nn.GELU, nn.ELU, nn.LeakyReLU, nn.Hardswish)],
+        (nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.GroupNorm(2, 4)), True),
     ],
-    ids=lambda part: type(part).__name__,
 )
-def test_selective_keeps_every_convolution_only_where_its_result_is_saved_anyway(
-    part: nn.Module, keeps_all: bool
-) -> None:
-    parsed = parse_choices(policy="selective")
-    policy = parsed.suited(nn.Sequential(nn.Conv2d(4, 4, 1), part)).policy
+def test_selective_keeps_every_convolution_only_where_more_is_saved_anyway(part: nn.Module, keeps_all: bool) -> None:
+    policy = parse_choices(policy="selective").suited(nn.Sequential(nn.Conv2d(4, 4, 1), part)).policy
+    assert kept_calls(policy, "aten.convolution.default") == ([0, 1, 2, 3, 4, 5] if keeps_all else [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("part", "kept"),
+    [
+        (nn.ReLU(), [1, 3, 5]),
+        (nn.GELU(), [1, 3, 5]),
+        (nn.Sequential(nn.LayerNorm(4), nn.GELU()), [0, 2, 4]),
+        (nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), [0, 2, 4]),
+    ],
+)
+def test_selective_keeps_no_single_product_whose_result_nobody_saves(part: nn.Module, kept: list[int]) -> None:
+    policy = parse_choices(policy="selective").suited(nn.Sequential(nn.Linear(4, 4), part)).policy
+    assert kept_calls(policy, "aten.addmm.default") == kept
+
+
+def kept_calls(policy: Policy | None, op: str) -> list[int]:
     assert policy is not None
-    sites = [Site(region="block", op="aten.convolution.default", call=call) for call in range(6)]
-    kept = [site.call for site in sites if policy(site) is Decision.SAVE]
-    assert kept == ([0, 1, 2, 3, 4, 5] if keeps_all else [2, 4])
+    sites = [Site(region="block", op=op, call=call) for call in range(6)]
+    return [site.call for site in sites if policy(site) is Decision.SAVE]
 
 
 class Gated(nn.Module):

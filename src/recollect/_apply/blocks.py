@@ -1,8 +1,8 @@
 """Which modules of a model are its repeated blocks, for those who give no names.
 
 Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
-outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, most of
-them of other sizes (as in Swin), each a list of many (as in DenseNet), or each little more than a list (as in
+outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each of
+other sizes than most (as in Swin), each a list of many (as in DenseNet), or each little more than a list (as in
 Stable Diffusion XL's U-Net), are passed through to the blocks. A stage beside those that repeat something counts
 with all its blocks (as the first of EfficientNet). Norms are not blocks, and where there are blocks of several
 products, those of a single one (projections, transitions) are left out: recomputing them frees little, unless the
@@ -155,14 +155,16 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
-    """Whether at most half of them have the same sizes, while all hold blocks of which some do; or each lists many.
+    """Whether no two of them have the same sizes, while all hold blocks of which some do; or each lists many.
 
-    Of two or three no two may have: in the decoder of Stable Diffusion's autoencoder two stages of four do. The first
-    block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the same.
+    Of four or more that each list several, two may have: in the decoder of Stable Diffusion's autoencoder two stages of
+    four do. The first block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the
+    same.
     """
+    listed = [_search(block, _LISTS, _repeated, seen) for block in blocks]
     inner = [
-        _search(block, _LISTS, _repeated, seen) or _numbered(block) or _search(block, _LISTS, _any, seen)
-        for block in blocks
+        held or _numbered(block) or _search(block, _LISTS, _any, seen)
+        for block, held in zip(blocks, listed, strict=True)
     ]
     if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):
         return True
@@ -173,7 +175,7 @@ def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
         for block, held in zip(blocks, inner, strict=True)
         for same in _by_name(block, held)
     )
-    differ = 2 * _most_alike(blocks) <= max(len(blocks), _SEVERAL)
+    differ = len(set(map(_sizes, blocks))) >= len(blocks) - (len(blocks) >= _MANY and all(listed))
     return differ and all(inner) and repeat
 
 

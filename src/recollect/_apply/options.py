@@ -62,13 +62,18 @@ class Choices:
         if module is None or not isinstance(self.policy, ReadyMade):
             return self
         # Of parametrizations only the results matter: a weight norm says nothing about activations.
-        parts = (part for path, part in module.named_modules() if "parametrizations" not in path.split("."))
-        return replace(self, policy=self.policy.suited(type(part).__name__ for part in parts))
+        parts = [part for path, part in module.named_modules() if "parametrizations" not in path.split(".")]
+        return replace(self, policy=self.policy.suited(type(part).__name__ for part in parts if _is_layer(part)))
 
     @property
     def tally(self) -> Tally | None:
         """What a ready-made policy was asked and kept; None for other policies."""
         return self.policy.tally if isinstance(self.policy, ReadyMade) else None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it has parameters of its own, or no parts."""
+    return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
 
 
 def warn_if_nothing_kept(tally: Tally, where: str) -> None:

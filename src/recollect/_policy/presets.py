@@ -54,7 +54,12 @@ class ReadyMade(Policy):
 
     def suited(self, names: Iterable[str]) -> ReadyMade:
         """The same for a region of which the classes of its modules are known, or its operators; one tally for both."""
-        return self if self.word != "selective" or _holds_inputs(names) else selective(self.tally, holds_inputs=False)
+        if self.word != "selective":
+            return self
+        counts = Counter(kind for name in names if (found := _KINDS.search(_plain(name))) and (kind := found.lastgroup))
+        if counts["holder"] >= _ENOUGH:
+            return self
+        return selective(self.tally, holds_little=True, has_one_product=counts["product"] == 1)
 
     def judge(self, site: Site) -> Verdict | None:
         """As the policy."""
@@ -67,25 +72,31 @@ class ReadyMade(Policy):
 
 
 _CONVOLUTION = "aten.convolution.default"
-# Backward of these takes what they were given; that of a plain ReLU, sigmoid or tanh takes what they gave.
-_HOLDING = re.compile(r"norm|gelu|silu|swish|mish|leakyrelu|prelu|relu6|hardtanh|softplus|hardsigmoid|(?<![rg])elu")
+# Backward of holders takes what they were given; that of a plain ReLU, sigmoid or tanh takes what they gave.
+_KINDS = re.compile(
+    r"(?P<holder>norm|gelu|silu|swish|mish|leakyrelu|prelu|relu6|hardtanh|softplus|hardsigmoid|(?<![rg])elu)"
+    r"|(?P<product>linear|addmm|(?<!b)mm)"
+)
+_ENOUGH = 2  # holders, see below
 
 
-def selective(tally: Tally | None = None, *, holds_inputs: bool = True) -> ReadyMade:
+def selective(tally: Tally | None = None, *, holds_little: bool = False, has_one_product: bool = False) -> ReadyMade:
     """Keeps attention, every second matrix product and convolutions.
 
-    A convolution's result is what the norm after it saves anyway, and the most expensive value to make again. Without
-    such a norm or activation nobody saves it, and a region of n convolutions saves n values in all: its input and all
-    results are more than that. So the first two are made again there, and every second of the others is kept.
+    A convolution's result is what the norm after it saves anyway, and the most expensive value to make again. A plain
+    region of n products and h holders (norms and activations that save what they are given) saves n + h values. With
+    all products kept it holds n, and its input. So where h is less than 2, the first two convolutions are made again
+    and every second of the others is kept, and of the matrix products a single one is not.
 
     Args:
         tally: a new one by default.
-        holds_inputs: whether the region has modules of which backward takes what they were given.
+        holds_little: whether the region has fewer than two holders.
+        has_one_product: whether it has one matrix product.
     """
-    products = save_every(("aten.mm.default", "aten.addmm.default"), 2)
-    convolutions = save_ops(_CONVOLUTION) if holds_inputs else save_every(_CONVOLUTION, 2, start=2)
+    products = save_every(("aten.mm.default", "aten.addmm.default"), 2, start=int(holds_little and has_one_product))
+    convolutions = save_every(_CONVOLUTION, 2, start=2) if holds_little else save_ops(_CONVOLUTION)
     return ReadyMade("selective", first_match(save_attention, products, convolutions), tally or Tally())
 
 
-def _holds_inputs(names: Iterable[str]) -> bool:
-    return any(_HOLDING.search(name.lower().replace("_", "")) for name in names)
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
