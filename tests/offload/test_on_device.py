@@ -83,6 +83,7 @@ def test_gradients_are_those_of_the_plain_step(net: tuple[Net, Tensor], kind: st
     assert transfers._staging.pool.used_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:offloading to host makes each step wait")  # where other tests share the link
 def test_the_peak_is_lower(net: tuple[Net, Tensor], device: torch.device) -> None:
     model, x = net
     away = recollect.offload(in_flight="16MiB")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from recollect._core.authors import Role
+from recollect._core.torch_private.compiler import untraced
 from recollect._recompute.rerun import Rerun
 from recollect._selective.kept_calls import Tally
 
@@ -81,6 +82,7 @@ def marking(pack: Pack, tally: Tally) -> Pack:
     """The pack hook of a forward in which the tally is noted at each saved tensor."""
     add_mark = tally.marks.append
 
+    @untraced
     def mark(tensor: Tensor) -> Any:
         add_mark(tally.count)
         return pack(tensor)

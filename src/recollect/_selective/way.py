@@ -21,6 +21,7 @@ from recollect._core.authors import Role
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
+from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched
 from recollect._core.torch_private.engine import top_hooks
 from recollect._recompute.frame import Frame
@@ -357,6 +358,7 @@ def _tensor_classes() -> TensorClasses:
 def _telling(note_saved: Callable[[Tensor], None], pack: Pack) -> Pack:
     """The pack hook of a forward that is recorded."""
 
+    @untraced
     def tell(tensor: Tensor) -> Any:
         note_saved(tensor)
         return pack(tensor)
