@@ -15,7 +15,10 @@ import recollect
 from recollect import Decision, policies
 from tests.models import MODELS
 
-pytestmark = pytest.mark.filterwarnings("ignore:policy .* this step")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:policy .* this step"),
+    pytest.mark.filterwarnings("ignore:'selective' keeps nothing"),  # in single convolutions
+]
 
 NAMES: dict[str, str] = {
     "gpt": "layers.*",

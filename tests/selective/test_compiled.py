@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import recollect
 from recollect import policies
 from recollect._core.torch_private import compiled_calls, intercept
+from tests.collecting import without_collector
 
 # Dynamo looks at the .grad of every tensor that it meets.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -314,6 +316,24 @@ def test_compiled_code_in_blocks_under_a_plan_stays_compiled_and_is_compiled_onc
         assert all(map(torch.equal, torch.autograd.grad(net(x).sum(), [x, *net.parameters()]), expected))
         assert backend.compiled == compiled
         assert backend.run > before
+
+
+def test_what_compiled_code_was_given_dies_without_the_collector() -> None:
+    """Whoever remembers a call of Dynamo's must not hold its frame, where the arguments are."""
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.sin, backend="eager")
+    seen: list[weakref.ref[Tensor]] = []
+
+    def block(x: Tensor) -> Tensor:
+        given = x @ x
+        seen.append(weakref.ref(given))
+        return compiled(given).cos()
+
+    region = recollect.checkpoint(block, policy=policies.save_matmuls)
+    with without_collector():
+        for _ in range(3):
+            region(torch.randn(4, 4, requires_grad=True)).sum().backward()
+        assert [one() for one in seen] == [None] * len(seen)
 
 
 def test_compiled_code_inside_of_compiled_code_is_a_part_of_it() -> None:

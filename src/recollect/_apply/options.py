@@ -76,16 +76,26 @@ def _is_layer(module: nn.Module) -> bool:
     return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
 
 
+_WEIGHED = frozenset({"aten.convolution.default", "aten.mm.default", "aten.addmm.default"})
+"""Operators that "selective" keeps where that pays."""
+
+
 def warn_if_nothing_kept(tally: Tally, where: str) -> None:
     """Say once that a ready-made policy keeps nothing, and what would help."""
     if tally.is_reported or not tally.keeps_nothing:
         return
     tally.is_reported = True
     op = tally.most_expensive()
+    if op in _WEIGHED:
+        advice = (
+            f"To keep {op} there would hold about as much as the plain step: write 'full', or 'every:2' to go halfway."
+        )
+    else:
+        advice = f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or write 'full'."
     message = (
         f"'selective' keeps nothing in {where}: nothing ran there that is worth keeping (attention, every second "
         "matrix product, convolutions before a norm). All of it is recomputed, and the policy only costs time.\n"
-        f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or write 'full'."
+        f"{advice}"
     )
     warnings.warn(message, UserWarning, stacklevel=2)
 

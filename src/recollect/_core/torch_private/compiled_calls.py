@@ -89,6 +89,7 @@ def step_aside() -> Callable[[], None]:
 
     def step_back() -> None:
         _due.asides.remove(aside)
+        aside.frame = None  # it holds the call's arguments, and this function: a cycle
         _due.keys = keys
         if is_intercepted:
             intercept.resume()
