@@ -87,9 +87,7 @@ def warn_if_nothing_kept(tally: Tally, where: str) -> None:
     tally.is_reported = True
     op = tally.most_expensive()
     if op in _WEIGHED:
-        advice = (
-            f"To keep {op} there would hold about as much as the plain step: write 'full', or 'every:2' to go halfway."
-        )
+        advice = f"Keeping {op} there would hold about as much as the plain step. Write 'full' or 'every:2'."
     else:
         advice = f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or write 'full'."
     message = (
