@@ -58,7 +58,8 @@ class SentForward(InstanceForward):
             return own(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<forward of '{self.name}', offloaded by recollect>"
+        how = "watched" if isinstance(self.away, Passing) else "kept" if isinstance(self.away, Staying) else "offloaded"
+        return f"<forward of '{self.name}', {how} by recollect>"
 
 
 def sent_forward_of(module: nn.Module) -> SentForward | None:

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Self
 from weakref import ref
@@ -95,10 +95,15 @@ class Session:
 
     def pass_by(self) -> None:
         """Forward has come further without saving anything here: what has left by now may be let go."""
-        with self._lock, unseen():
-            step = self._step
-            if step is not None and not step.has_backward and current_run() is None:
+        step = self._step
+        if step is None or step.has_backward or current_run() is not None:
+            return
+        self._acquire()
+        try:
+            with unseen() if function_mode_depth() or dispatch_mode_depth() else nullcontext():
                 self._departures.pass_by(step)
+        finally:
+            self._release()
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that backward will need; gives what stands for it."""
