@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recollect._bench.alternate import Step, Timing, alternate
+from recollect._bench.run import find_commit
 
 Row = dict[str, str | float | int | None]
 
@@ -147,4 +148,5 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return {"torch": torch.__version__, "python": platform.python_version(), "device": name}
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "recollect": find_commit()}
+    return versions | {"device": name}

@@ -3,7 +3,7 @@
     python benchmarks/real_models.py --device cuda --json real.json           # all of them, large, bf16
     python benchmarks/real_models.py --device cuda --case compiled --limit 480 --json compiled.json
     python benchmarks/real_models.py --device cpu --quick                     # tiny ones, to see that it runs
-    python benchmarks/tables.py real.json compiled.json docs/benchmarks.md    # writes the tables into the page
+    python benchmarks/tables.py --add real.json --add compiled.json           # keeps them, and writes the page's tables
 
 All ways to train a model take turns in one process and share its parameters. Peaks are the allocator's, above
 parameters and gradients. Before anything is timed, gradients are compared with those of the plain step: the largest
@@ -118,6 +118,7 @@ def model_case(kind: str, name: str, size: Size, contenders: tuple[str, ...], se
         own_peak = timings[contender].peak_bytes
         if own_peak is not None:
             one.figures.setdefault("peak_bytes", own_peak - held)
+    for contender, one in ready.items():
         best_s = timings[contender].best_s
         others = {"plain": PLAIN, "switch": rival, "full": OURS}
         ratios = {f"best/{word}": best_s / timings[key].best_s for word, key in others.items() if key in timings}

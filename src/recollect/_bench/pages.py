@@ -43,28 +43,47 @@ def write_page(results: Results, page: Path, *, device: str) -> list[Path]:
     from recollect._bench.plot import draw_frontier, draw_frontiers
 
     written = []
-    parts = [describe_run(results, device)]
     for model in MODELS:
         cells = find_cells(results, model, device)
-        title = TITLES.get(model, model)
-        parts += [f"### {title}", ""]
-        if any(one is not None for one in cells.values()):
-            image = page.parent / "images" / f"frontier-{re.sub('[^a-z0-9]+', '', model.lower())}.svg"
+        if any(cells.values()):
+            image = page.parent / "images" / _image_name(model)
             image.parent.mkdir(exist_ok=True)
-            image.write_bytes(draw_frontiers(f"{title}: step time against peak memory", cells))
+            image.write_bytes(draw_frontiers(_image_title(model), cells))
             written.append(image)
-            parts += [f"![{title}: step time against peak memory](images/{image.name})", ""]
-        parts += [*write_table(cells), "", *write_missing(cells)]
-    parts += list(write_largest(results, device))
     first = find_first(results, device)
     if first is not None:
         image = page.parent / "images" / "frontier.svg"
         name = f"{TITLES.get(first.cell.model, first.cell.model)}, {first.shape}, {device}"
         image.write_bytes(draw_frontier(name, first))
         written.append(image)
-    filled = _PLACE.sub(lambda match: "\n".join([match[1], *parts, match[2]]), text)
-    page.write_text(filled, "utf-8")
+    page.write_text(fill_page(results, text, device=device), "utf-8")
     return [page, *written]
+
+
+def fill_page(results: Results, text: str, *, device: str) -> str:
+    """The page's text with the tables of what was measured; plots are named, not drawn."""
+    parts = [describe_run(results, device)]
+    missing = []
+    for model in MODELS:
+        cells = find_cells(results, model, device)
+        title = TITLES.get(model, model)
+        if not any(cells.values()):
+            missing.append(title)
+            continue
+        parts += [f"### {title}", "", f"![{_image_title(model)}](images/{_image_name(model)})", ""]
+        parts += [*write_table(cells), "", *write_missing(cells)]
+    if missing:
+        parts += [f"Not measured yet, at any size, eager or compiled: {', '.join(missing)}.", ""]
+    parts += write_largest(results, device)
+    return _PLACE.sub(lambda match: "\n".join([match[1], *parts, match[2]]), text)
+
+
+def _image_name(model: str) -> str:
+    return f"frontier-{re.sub('[^a-z0-9]+', '', model.lower())}.svg"
+
+
+def _image_title(model: str) -> str:
+    return f"{TITLES.get(model, model)}: step time against peak memory"
 
 
 def find_cells(results: Results, model: str, device: str) -> dict[tuple[str, str], Measured | None]:
