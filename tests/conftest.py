@@ -77,7 +77,7 @@ CHUNK = 40
 def _little_overheads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions cost the host little, and always the same, see `tests/pricing.py`."""
     if request.path.name != "test_overheads.py":
-        monkeypatch.setattr(work, "measure_overheads", little_overheads)
+        monkeypatch.setattr(work, "measured_overheads", little_overheads)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,11 +18,11 @@ _LITTLE = {
 
 
 def little_overheads(*_: object, **__: object) -> dict[str, Overhead]:
-    """Stands in for `measure_overheads`: little, so that small models have a choice."""
+    """Stands in for `measured_overheads`: little, so that small models have a choice."""
     return dict(_LITTLE)
 
 
 def fix_overheads() -> None:
     """Measure none in this process, which lives for tests alone."""
     planning: Any = work
-    planning.measure_overheads = little_overheads
+    planning.measured_overheads = little_overheads

@@ -250,7 +250,7 @@ def test_what_was_measured_for_the_plain_step_holds_with_levers(monkeypatch: pyt
         measured.append(tier)
         return 1e9
 
-    monkeypatch.setattr(work, "measure_overheads", measure)
+    monkeypatch.setattr(work, "measured_overheads", measure)
     monkeypatch.setattr(work, "_measure_link", find_link)
     budget = int(find_floor() * 0.99)
     with recollect.fit(

@@ -11,11 +11,11 @@ from torch import nn
 import recollect
 import recollect._fit.overheads as measuring
 from recollect._core.authors import Role
-from recollect._fit.overheads import _FARTHEST, measure_overheads
+from recollect._fit.overheads import _FARTHEST, measure_overheads, measured_overheads
 from recollect._fit.work import work_for
-from recollect._plan.overheads import USUAL
+from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.problem import Problem
-from recollect._plan.rehearse import Treatment, find_recomputed
+from recollect._plan.treatments import Treatment, find_recomputed
 from recollect._plan.ways import find_held_for
 from recollect._selective.knowledge import all_knowledge
 
@@ -57,6 +57,23 @@ def test_measuring_warns_of_nothing_where_backward_has_a_thread_of_its_own(monke
     with ThreadPoolExecutor(1) as pool:  # as on an accelerator
         monkeypatch.setattr(torch.autograd, "grad", lambda *args: pool.submit(grad, *args).result())
         assert measure_overheads()["replay"] != USUAL["replay"]
+
+
+def test_a_process_measures_once_for_each_device_with_autocast_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, bool]] = []
+
+    def measure(device: str, *, is_autocast: bool) -> dict[str, Overhead]:
+        measured.append((device, is_autocast))
+        return dict(USUAL)
+
+    monkeypatch.setattr(measuring, "measure_overheads", measure)
+    measured_overheads.cache_clear()
+    try:
+        for is_autocast in (False, True, False, True):
+            measured_overheads("cpu", is_autocast=is_autocast)
+    finally:
+        measured_overheads.cache_clear()
+    assert measured == [("cpu", False), ("cpu", True)]
 
 
 def test_a_busy_machine_is_measured_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

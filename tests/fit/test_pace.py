@@ -16,7 +16,8 @@ from recollect._fit.standard import FULL
 from recollect._fit.work import Work, work_for
 from recollect._plan.overheads import USUAL
 from recollect._plan.prices import Pace
-from recollect._plan.rehearse import Treatment, Way, rehearse
+from recollect._plan.rehearse import rehearse
+from recollect._plan.treatments import Treatment, Way
 
 pytest.importorskip("scipy")
 

@@ -16,8 +16,8 @@ from recollect._core.forecasts import PlannedRegion
 from recollect._fit.work import work_for
 from recollect._plan.problem import Problem
 from recollect._plan.recipes import list_away
-from recollect._plan.rehearse import Way
 from recollect._plan.segments import find_chains, find_last_modules
+from recollect._plan.treatments import Way
 from tests.models import GPT, MoE, UNet, ViT
 from tests.timing import with_fixed_times
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from recollect._core.profiles import Profile
 from recollect._plan.frontier import find_frontier
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Treatment, Way, rehearse
+from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import find_chains
 from recollect._plan.solvers.bound import Bound, find_least_bytes
 from recollect._plan.solvers.keep_sets import Program
+from recollect._plan.treatments import Treatment, Way
 from tests.plan.blocks import make_step, stacks
 
 pytest.importorskip("scipy")

@@ -6,6 +6,7 @@ of a transformer, the most usual ones, on tensors so small that nothing but the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ _CALLS, _DRAWS = 19, 3  # of torch, in a layer; attention counts as drawing wher
 _WIDTH, _TOKENS = 8, 4
 _DROPOUT = 0.1
 _WARM, _ROUNDS, _REPEATS = 4, 4, 3
-_LONG_S = 1.0  # after that no further round begins: on a machine that is busy, single steps take tens of milliseconds
+_LONG_S = 0.5  # after that no further round begins: on a machine that is busy, single steps take tens of milliseconds
 _WAYS = ("plain", "rerun", "serve", "replay")
 _FEWER, _DRAWING, _PLAIN_DRAWING = "replay of fewer calls", "replay that draws", "plain that draws"
 _FARTHEST = 16.0  # from what is usual: beyond that it was not the region that took so long
@@ -75,6 +76,12 @@ class _Times:
 
 Timed = Mapping[tuple[str, int], _Times]
 """The steps, by what becomes of their region and by its size."""
+
+
+@functools.lru_cache(maxsize=8)
+def measured_overheads(device: str, *, is_autocast: bool) -> Mapping[str, Overhead]:
+    """What `measure_overheads` found here, measured once: the host is the same for every profile of a process."""
+    return measure_overheads(device, is_autocast=is_autocast)
 
 
 def measure_overheads(device: str = "cpu", *, is_autocast: bool = False) -> dict[str, Overhead]:

@@ -9,9 +9,9 @@ from recollect._apply.rules import parse_value
 from recollect._core.decisions import Decision
 from recollect._plan.options import PLAIN, Option
 from recollect._plan.problem import Problem
-from recollect._plan.rehearse import Way
 from recollect._plan.segments import Segment
 from recollect._plan.solvers.keep_sets import keep_calls
+from recollect._plan.treatments import Way
 from recollect._plan.ways import can_be_kept
 from recollect._policy.base import Policy
 from recollect._policy.combine import first_match

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from recollect._core.profiles import Clock, Profile
-from recollect._fit.overheads import measure_overheads
+from recollect._fit.overheads import measured_overheads
 from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.overheads import USUAL, Overhead
@@ -57,7 +57,7 @@ def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:
         return USUAL
     known = profile.derived.get(_OVERHEADS)
     if not isinstance(known, dict):
-        known = profile.derived[_OVERHEADS] = measure_overheads(device, is_autocast=bool(problem.casts))
+        known = profile.derived[_OVERHEADS] = measured_overheads(device, is_autocast=bool(problem.casts))
     return known
 
 

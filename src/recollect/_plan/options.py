@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from recollect._plan.names import find_named, name_kept
+from recollect._plan.prices import Added
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Rehearsal, Treatment, Way, rehearse
+from recollect._plan.rehearse import Rehearsal, rehearse
 from recollect._plan.segments import Segment
+from recollect._plan.treatments import Treatment, Way
 from recollect._plan.ways import can_be_kept, find_held_for
 
 
@@ -102,8 +104,20 @@ class Weighed:
 
 
 def weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal) -> Weighed:
-    """Weigh an option for a segment, beside all else as it is in the plain step."""
-    seen = rehearse(problem, option.treat(problem, segment)) if option.acts else plain
+    """Weigh an option for a segment, beside all else as it is in the plain step.
+
+    What it frees and adds is found once; what that costs is another matter at every pace.
+    """
+    known: dict[object, tuple[Weighed, Added]] = problem.derived.setdefault("weighed", {})
+    key = (segment.path, option, problem.link_bytes_per_s)
+    if key not in known:
+        seen = rehearse(problem, option.treat(problem, segment), is_timed=False) if option.acts else plain
+        known[key] = _weigh(problem, segment, option, plain, seen), seen.added
+    weighed, added = known[key]
+    return replace(weighed, again_s=problem.prices.sum_up(added))
+
+
+def _weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal, seen: Rehearsal) -> Weighed:
     start, end = backward_of(problem, segment)
     turn = problem.forward_count - 1
     from_step = seen.places[start - 1] + 1

@@ -13,6 +13,7 @@ import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from recollect._core.calls import OpCall, Phase
 from recollect._core.profiles import Profile
@@ -35,6 +36,23 @@ class Pace(enum.Enum):
     def counts_backward(self) -> bool:
         """Whether what the host does in backward makes the step longer; if not, what the device does."""
         return self is Pace.HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """What regions add to a step, whatever sets its pace.
+
+    Attributes:
+        calls: the forward calls that run again.
+        forward_s: what the host does beyond calls, in forward.
+        backward_s: likewise, in backward.
+        waits_s: how long the step waits for what was sent away.
+    """
+
+    calls: Sequence[int] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    waits_s: float = 0.0
 
 
 class Prices:
@@ -65,6 +83,12 @@ class Prices:
         if self.plain is None:
             return self.seconds[call]
         return self.host_s[call] if self.pace.counts_backward else self.device_s[call]
+
+    def sum_up(self, added: Added) -> float:
+        """How much longer the step takes at this pace, if nothing but what is added matters."""
+        own_s = sum(map(self.again_s, added.calls)) + added.waits_s
+        forward_s = added.forward_s if self.pace.counts_forward else 0.0
+        return own_s + forward_s + (added.backward_s if self.pace.counts_backward else 0.0)
 
     def find_spare(self) -> list[float]:
         """For each call of forward, what the host can do more up to it until the device waits; one more, for none."""

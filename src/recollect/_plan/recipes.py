@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from recollect._plan.journeys import IN_FLIGHT_BYTES
 from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
-from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Rehearsal, Treatment, Way, count_host, find_held, find_sent
+from recollect._plan.rehearse import Rehearsal
 from recollect._plan.segments import Segment, find_last_modules, find_parts
 from recollect._plan.solvers.chain import choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
+from recollect._plan.treatments import Treatment, Way, count_host, find_held, find_sent
 from recollect._plan.ways import can_replay
 
 _BUDGETS = 40
@@ -216,9 +216,9 @@ def _combine_parts(problem: Problem, segment: Segment, plain: Rehearsal) -> Iter
 
 
 def find_options(problem: Problem, segment: Segment) -> list[Option]:
-    """What can be done with a segment: nothing, running it again, keeping some of it; once for each type and pace."""
-    known: dict[tuple[int, Pace], list[Option]] = problem.derived.setdefault("options", {})
-    key = (segment.type, problem.prices.pace)
+    """What can be done with a segment: nothing, running it again, keeping some of it; found once for each type."""
+    known: dict[tuple[int, bool], list[Option]] = problem.derived.setdefault("options", {})
+    key = (segment.type, problem.prices.pace.counts_backward)  # that is what the prices of calls depend on
     if key not in known:
         known[key] = _search_options(problem, segment.runs[0])
     if not problem.link_bytes_per_s:

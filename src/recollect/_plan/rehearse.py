@@ -9,55 +9,29 @@ adds, and takes Python variables to let go of a forgotten value with its last us
 from __future__ import annotations
 
 import bisect
-import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recollect._plan.journeys import Journey, find_absences
 from recollect._plan.occupancy import Order
 from recollect._plan.passing import find_passes
-from recollect._plan.prices import Pace
+from recollect._plan.prices import Added, Pace
 from recollect._plan.problem import Problem, Run
+from recollect._plan.treatments import (
+    Treatment,
+    Way,
+    count_host,
+    find_first_asked,
+    find_held,
+    find_recomputed,
+    find_sent,
+)
 
 if TYPE_CHECKING:
     from recollect._plan.occupancy import Numbers
-
-
-class Way(enum.Enum):
-    """How a region gets its values back.
-
-    RERUN: the module runs again, up to the last value that is saved. SERVE: so it does, and calls whose results were
-    kept are given them. REPLAY: single calls are made again, when backward asks for what they give, starting from
-    values that were kept. OFFLOAD: they come back from where they were sent.
-    """
-
-    RERUN = "rerun"
-    SERVE = "serve"
-    REPLAY = "replay"
-    OFFLOAD = "offload"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
-    """What becomes of one run.
-
-    Attributes:
-        way: how its values come back.
-        kept: the storages that are kept, of those made in it.
-        is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere; not for replay.
-    """
-
-    way: Way
-    kept: frozenset[int] = frozenset()
-    is_away: bool = False
-
-    @property
-    def sends(self) -> bool:
-        """Whether something of it goes elsewhere."""
-        return self.is_away or self.way is Way.OFFLOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +42,8 @@ class Rehearsal:
         bytes_at: bytes in use while each step runs.
         calls: the call of each step; forward calls that run again are there twice.
         places: for each call of the profile, the number of its own step.
-        again_s: what the calls that run again add to the step, if nothing but them matters.
+        added: what the regions add to the step.
+        again_s: the same in seconds, at the pace that candidates are made for, if nothing else matters.
         step_s: how long the step takes: the device and the host work side by side.
         pace: which of them the other waits for.
         host_s: what the host does for regions, by step: see `Prices.queue`.
@@ -77,6 +52,7 @@ class Rehearsal:
     bytes_at: Numbers
     calls: list[int]
     places: list[int]
+    added: Added
     again_s: float
     step_s: float
     pace: Pace
@@ -106,39 +82,12 @@ class Rehearsal:
         return int(self.bytes_at[first:stop].max(initial=0))
 
 
-def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:
-    """The forward calls that run again, by the backward call that they run before."""
-    if run.start is None or treatment.way is Way.OFFLOAD:
-        return []
-    if treatment.way is not Way.REPLAY:
-        calls = range(run.first, run.last_needed)
-        return [(run.start, [number for number in calls if not _is_served(problem, number, treatment)])]
-    there = set(treatment.kept)
-    found = []
-    for moment, storages in run.asks:
-        missing = [storage for storage in storages if storage in run.makes and storage not in there]
-        again: set[int] = set()
-        while missing:
-            for call in run.makes[missing.pop()]:
-                if call not in again:
-                    again.add(call)
-                    missing += [at for at in problem.reads[call] if at in run.makes and at not in there]
-        for call in again:
-            there.update(problem.makes[call])
-        if again:
-            found.append((moment, sorted(again)))
-    return found
+def rehearse(problem: Problem, chosen: Sequence[tuple[Run, Treatment]], *, is_timed: bool = True) -> Rehearsal:
+    """Judge a step in which these runs, none inside another, are regions.
 
-
-def _is_served(problem: Problem, number: int, treatment: Treatment) -> bool:
-    """Whether a call need not run again, because all that it made is there."""
-    made = problem.makes[number]
-    return bool(made) and bool(treatment.kept) and treatment.kept.issuperset(made)
-
-
-def rehearse(problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> Rehearsal:
-    """Judge a step in which these runs, none inside another, are regions."""
-    return _Stage(problem, chosen).play()
+    Without `is_timed` its time is that of the plain step and what is added: half the work where only memory counts.
+    """
+    return _Stage(problem, chosen).play(is_timed=is_timed)
 
 
 class _Stage:
@@ -157,25 +106,32 @@ class _Stage:
         self._steps, self._owners = order.calls, order.owners
         self._at, self._before = order.at, order.before
 
-    def play(self) -> Rehearsal:
+    def play(self, *, is_timed: bool) -> Rehearsal:
         problem, steps = self._problem, self._steps
         ends: dict[int, int] = {}  # of the first copies, where regions change them; by step
         copies: list[tuple[int, int, int]] = []  # of values that are made again: from step, to step, bytes
         for run, treatment in self._chosen:
-            for storage in run.needs if treatment.way is not Way.OFFLOAD else ():
-                if storage not in treatment.kept:
-                    ends[storage] = self._end_without(run, storage)
+            for one in _list_ends(problem, run) if treatment.way is not Way.OFFLOAD else ():
+                if one.storage not in treatment.kept:
+                    ends[one.storage] = max(self._at[one.used] + 1, self._before[one.moment])
         self._follow(ends, copies)
         waits_s = self._send_away(ends, copies)
-        again_s = self._price_again()
-        more = list(self._spread())
-        step_s, pace = self._time(again_s, more)
+        added = Added(
+            calls=[steps[step] for step in self._owners],
+            forward_s=sum(forward for forward, _ in self._host_s),
+            backward_s=sum(backward for _, backward in self._host_s),
+            waits_s=waits_s,
+        )
+        again_s = problem.prices.sum_up(added)
+        more = list(self._spread()) if is_timed else []
+        step_s, pace = self._time(again_s, waits_s, more) if is_timed else (problem.plain_s + again_s, Pace.HOST)
         return Rehearsal(
             bytes_at=problem.occupancy.follow(self._order, ends, copies),
             calls=steps,
             places=self._at,
-            again_s=again_s + waits_s,
-            step_s=step_s + waits_s,
+            added=added,
+            again_s=again_s,
+            step_s=step_s,
             pace=pace,
             host_s=more,
         )
@@ -241,14 +197,7 @@ class _Stage:
                     stop=ends.get(storage, self._before[end]),
                 )
 
-    def _price_again(self) -> float:
-        """What calls that run again and regions add at the pace that candidates are made for."""
-        prices = self._problem.prices
-        again_s = sum(prices.again_s(self._steps[step]) for step in self._owners)
-        forward_s = sum(forward for forward, _ in self._host_s) if prices.pace.counts_forward else 0.0
-        return again_s + forward_s + (sum(back for _, back in self._host_s) if prices.pace.counts_backward else 0.0)
-
-    def _time(self, again_s: float, more: Sequence[tuple[int, float]]) -> tuple[float, Pace]:
+    def _time(self, again_s: float, waits_s: float, more: Sequence[tuple[int, float]]) -> tuple[float, Pace]:
         """How long the step takes, and what sets its pace."""
         problem, prices = self._problem, self._problem.prices
         if prices.plain is None:
@@ -256,7 +205,8 @@ class _Stage:
         if not self._chosen:
             return problem.plain_s, prices.read_pace(self._steps, prices.plain)
         found = prices.queue(self._steps, more)
-        return problem.plain_s + max(0.0, found.wall_s - prices.plain.wall_s), prices.read_pace(self._steps, found)
+        more_s = max(0.0, found.wall_s - prices.plain.wall_s) + waits_s
+        return problem.plain_s + more_s, prices.read_pace(self._steps, found)
 
     def _spread(self) -> Iterator[tuple[int, float]]:
         """The steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
@@ -270,19 +220,6 @@ class _Stage:
             later = again.get(index) or ([] if run.start is None else [self._at[run.start]])
             yield from ((step, backward_s / len(later)) for step in later)
 
-    def _end_without(self, run: Run, storage: int) -> int:
-        """The step at which a value is gone that the run does not keep."""
-        problem, (start, end) = self._problem, self._problem.spans[storage]
-        savers = problem.saved_by[storage]
-        plain = len(self._steps) if end is None else self._before[max(end, start)]
-        released = max(problem.released.get(by, 0) for by in savers)
-        if end is None or end > released:
-            return plain  # somebody else holds it, too
-        cached = [self._before[problem.forward_count]] if storage in problem.cached else []
-        outside = [problem.released[by] for by in savers if not run.first <= by < run.stop and by in problem.released]
-        last = self._at[problem.let_go(storage, run) - 1] + 1
-        return max([last, *cached, *(self._before[moment] for moment in outside)])
-
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
         """Run again: what that makes, and until when it holds what it reads."""
         made = self._run_again(ends, copies)
@@ -290,7 +227,7 @@ class _Stage:
         problem = self._problem
         for run, treatment in self._chosen:
             if treatment.way is Way.REPLAY:
-                begin = self._before[_find_first_asked(problem, run, treatment)]
+                begin = self._before[find_first_asked(problem, run, treatment)]
                 for storage in run.read_outside:
                     self._hold(ends, storage, begin)
         for index, step in last.items():
@@ -338,6 +275,36 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """When a value is gone that a run does not keep: after a call has used it, and not before a moment of the step."""
+
+    storage: int
+    used: int
+    moment: int
+
+
+def _list_ends(problem: Problem, run: Run) -> list[_End]:
+    """For each value that a run needs, when it is gone if it is not kept; found once."""
+    known: dict[tuple[int, int], list[_End]] = problem.derived.setdefault("ends", {})
+    key = (run.first, run.stop)
+    if key not in known:
+        known[key] = [_find_end(problem, run, storage) for storage in run.needs]
+    return known[key]
+
+
+def _find_end(problem: Problem, run: Run, storage: int) -> _End:
+    start, end = problem.spans[storage]
+    savers = problem.saved_by[storage]
+    released = max(problem.released.get(by, 0) for by in savers)
+    if end is None or end > released:  # somebody else holds it, too
+        moment = len(problem.calls) if end is None else max(end, start)
+        return _End(storage=storage, used=start, moment=moment)
+    cached = [problem.forward_count] if storage in problem.cached else []
+    outside = [problem.released[by] for by in savers if not run.first <= by < run.stop and by in problem.released]
+    return _End(storage=storage, used=problem.let_go(storage, run) - 1, moment=max([0, *cached, *outside]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Trip:
     """A storage that is sent away, by steps: when it can go, from when nobody needs it here, when it must be back."""
 
@@ -346,56 +313,3 @@ class _Trip:
     free: int
     asked: int
     stop: int
-
-
-def find_held(problem: Problem, run: Run, treatment: Treatment) -> list[int]:
-    """What a region that runs again holds until then and nobody else does: inputs, and results that it is served."""
-    served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
-    return [
-        storage
-        for storage in (*run.read_outside, *served)
-        if problem.can_leave(storage) and all(run.first <= by < run.stop for by in problem.saved_by.get(storage, ()))
-    ]
-
-
-def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:
-    """The storages that go away if these runs are offloaded, and the backward call that first asks for each."""
-    asked: dict[int, int] = {}
-    for run in runs:
-        for moment, storages in run.asks:
-            for storage in storages:
-                asked[storage] = min(asked.get(storage, moment), moment)
-    return {storage: moment for storage, moment in asked.items() if problem.is_sent(storage, runs)}
-
-
-def _find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
-    """The backward call at which a replay begins; until then it holds all that the module was given."""
-    there = treatment.kept
-    moments = (
-        moment
-        for moment, storages in run.asks
-        if any(storage not in there and not problem.is_lasting(storage) for storage in storages)
-    )
-    return next(moments, max(run.end, run.start or 0))
-
-
-def count_host(
-    problem: Problem, run: Run, treatment: Treatment, again: list[tuple[int, list[int]]]
-) -> tuple[float, float]:
-    """What the host does for a region beyond its calls, in forward and in backward."""
-    overhead = problem.overheads[treatment.way.value]
-    known: dict[tuple[int, int], tuple[int, int]] = problem.derived.setdefault("calls of torch", {})
-    key = (run.first, run.stop)
-    if key not in known:
-        numbers = range(run.first, run.stop)
-        known[key] = problem.count_torch_calls(numbers), problem.count_torch_calls(_find_draws(problem, numbers))
-    calls, draws = known[key]
-    made = [call for _, some in again for call in some]
-    drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random) if draws else 0
-    return overhead.forward_s(calls, draws), overhead.backward_s(calls, problem.count_torch_calls(made), drawn)
-
-
-def _find_draws(problem: Problem, numbers: Iterable[int]) -> list[int]:
-    """The calls that draw random numbers; attention counts only beside others, for it seldom has dropout alone."""
-    found = [number for number in numbers if problem.calls[number].is_random]
-    return found if any("attention" not in problem.calls[number].op for number in found) else []

@@ -14,7 +14,7 @@ from recollect._core.calls import OpCall
 from recollect._core.pace import is_bound_by_host
 from recollect._core.profiles import Clock
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Treatment, Way, find_recomputed
+from recollect._plan.treatments import Treatment, Way, find_recomputed
 
 _GIVEN_COPIES = ("aten.addmm.", "aten.baddbmm.", "aten.bmm.", "aten.convolution.", "aten.mm.")
 _CASTS = "aten._to_copy."  # what is also laid out anew has other strides, and is not given

@@ -15,8 +15,8 @@ from recollect._core.profiles import Profile
 from recollect._plan.names import name_kept
 from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Treatment, Way, find_held, find_recomputed, find_sent
 from recollect._plan.segments import Segment
+from recollect._plan.treatments import Treatment, Way, find_held, find_recomputed, find_sent
 from recollect._plan.ways import find_copied, find_kept_of
 
 _MOST_WORDS = 4

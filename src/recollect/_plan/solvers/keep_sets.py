@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
-from recollect._plan.rehearse import Way
 from recollect._plan.solvers.highs import Model
+from recollect._plan.treatments import Way
 from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
 
 _SLICES = 12
 _CALLS_IN_FULL = 300  # a run of more is looked at less closely: it is one of few, and its parts are looked at too
 _LONGEST_S = 1.0
-_HALF = 0.5
+_HALF, _LEAST = 0.5, 1e-6
 _MOST_CORNERS = 24
 _FEW, _FEWER = 6, 4
 _LIMIT_ROW = 0
@@ -258,7 +258,10 @@ class Program:
         """The best choice if bytes have a price: what it keeps, how many bytes, and the seconds of what runs again."""
         price = min(seconds_per_byte, 1.0)  # a second for a byte: nothing is worth that
         prices = {self._kept[at]: value.bytes * price for at, value in self._values.items() if value.bytes}
-        values = self._model.solve(more_costs=prices, seconds=_LONGEST_S)
+        # Without a limit this is a minimum cut or nearly so: the quick program has whole numbers for an answer.
+        values = self._model.solve(more_costs=prices, seconds=_LONGEST_S, is_whole=False)
+        if values is None or any(_LEAST < value < 1 - _LEAST for value in values):
+            values = self._model.solve(more_costs=prices, seconds=_LONGEST_S)
         if values is None:
             return None
         kept = self._read_kept(values)

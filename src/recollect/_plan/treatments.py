@@ -1,0 +1,126 @@
+"""What becomes of one run as a region: how its values come back, which calls are made again, what waits elsewhere."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from recollect._plan.problem import Problem, Run
+
+
+class Way(enum.Enum):
+    """How a region gets its values back.
+
+    RERUN: the module runs again, up to the last value that is saved. SERVE: so it does, and calls whose results were
+    kept are given them. REPLAY: single calls are made again, when backward asks for what they give, starting from
+    values that were kept. OFFLOAD: they come back from where they were sent.
+    """
+
+    RERUN = "rerun"
+    SERVE = "serve"
+    REPLAY = "replay"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What becomes of one run.
+
+    Attributes:
+        way: how its values come back.
+        kept: the storages that are kept, of those made in it.
+        is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere; not for replay.
+    """
+
+    way: Way
+    kept: frozenset[int] = frozenset()
+    is_away: bool = False
+
+    @property
+    def sends(self) -> bool:
+        """Whether something of it goes elsewhere."""
+        return self.is_away or self.way is Way.OFFLOAD
+
+
+def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:
+    """The forward calls that run again, by the backward call that they run before."""
+    if run.start is None or treatment.way is Way.OFFLOAD:
+        return []
+    if treatment.way is not Way.REPLAY:
+        calls = range(run.first, run.last_needed)
+        return [(run.start, [number for number in calls if not _is_served(problem, number, treatment)])]
+    there = set(treatment.kept)
+    found = []
+    for moment, storages in run.asks:
+        missing = [storage for storage in storages if storage in run.makes and storage not in there]
+        again: set[int] = set()
+        while missing:
+            for call in run.makes[missing.pop()]:
+                if call not in again:
+                    again.add(call)
+                    missing += [at for at in problem.reads[call] if at in run.makes and at not in there]
+        for call in again:
+            there.update(problem.makes[call])
+        if again:
+            found.append((moment, sorted(again)))
+    return found
+
+
+def _is_served(problem: Problem, number: int, treatment: Treatment) -> bool:
+    """Whether a call need not run again, because all that it made is there."""
+    made = problem.makes[number]
+    return bool(made) and bool(treatment.kept) and treatment.kept.issuperset(made)
+
+
+def find_held(problem: Problem, run: Run, treatment: Treatment) -> list[int]:
+    """What a region that runs again holds until then and nobody else does: inputs, and results that it is served."""
+    served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
+    return [
+        storage
+        for storage in (*run.read_outside, *served)
+        if problem.can_leave(storage) and all(run.first <= by < run.stop for by in problem.saved_by.get(storage, ()))
+    ]
+
+
+def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:
+    """The storages that go away if these runs are offloaded, and the backward call that first asks for each."""
+    asked: dict[int, int] = {}
+    for run in runs:
+        for moment, storages in run.asks:
+            for storage in storages:
+                asked[storage] = min(asked.get(storage, moment), moment)
+    return {storage: moment for storage, moment in asked.items() if problem.is_sent(storage, runs)}
+
+
+def find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
+    """The backward call at which a replay begins; until then it holds all that the module was given."""
+    there = treatment.kept
+    moments = (
+        moment
+        for moment, storages in run.asks
+        if any(storage not in there and not problem.is_lasting(storage) for storage in storages)
+    )
+    return next(moments, max(run.end, run.start or 0))
+
+
+def count_host(
+    problem: Problem, run: Run, treatment: Treatment, again: list[tuple[int, list[int]]]
+) -> tuple[float, float]:
+    """What the host does for a region beyond its calls, in forward and in backward."""
+    overhead = problem.overheads[treatment.way.value]
+    known: dict[tuple[int, int], tuple[int, int]] = problem.derived.setdefault("calls of torch", {})
+    key = (run.first, run.stop)
+    if key not in known:
+        numbers = range(run.first, run.stop)
+        known[key] = problem.count_torch_calls(numbers), problem.count_torch_calls(_find_draws(problem, numbers))
+    calls, draws = known[key]
+    made = [call for _, some in again for call in some]
+    drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random) if draws else 0
+    return overhead.forward_s(calls, draws), overhead.backward_s(calls, problem.count_torch_calls(made), drawn)
+
+
+def _find_draws(problem: Problem, numbers: Iterable[int]) -> list[int]:
+    """The calls that draw random numbers; attention counts only beside others, for it seldom has dropout alone."""
+    found = [number for number in numbers if problem.calls[number].is_random]
+    return found if any("attention" not in problem.calls[number].op for number in found) else []
