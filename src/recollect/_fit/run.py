@@ -6,12 +6,13 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from recollect._apply.targets import by_name, find_targets
+from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
 from recollect._fit.compiled import as_written, hides_memory
@@ -20,6 +21,21 @@ from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile_step
 
 _log = logging.getLogger("recollect")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepping:
+    """What an optimizer takes that steps after backward: the same under every plan, so one profile tells it.
+
+    Attributes:
+        state_bytes: its state, which is there throughout the step.
+        peak_bytes: the most while it steps.
+        seconds: how long that takes.
+    """
+
+    state_bytes: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
 
 
 class Runner:
@@ -44,6 +60,7 @@ class Runner:
     ) -> None:
         self._model, self._call, self._has_gradients = model, call, has_gradients
         self._optimizer, self._progress = optimizer, progress
+        self._stepping: _Stepping | None = None
 
     def profile_plainly(self, gradients: GradientNorms | None = None) -> Profile:
         """The step as it is now: a real one if there is room for it, else one on fake tensors.
@@ -52,7 +69,7 @@ class Runner:
             gradients: notes those of a real step, which then runs once more for it.
         """
         try:
-            return self._profile(once_more=None if gradients is None else gradients.watching())
+            return self._profile_all(once_more=None if gradients is None else gradients.watching())
         except (RuntimeError, MemoryError) as error:
             if read_shortage(error) is None:
                 raise
@@ -63,28 +80,42 @@ class Runner:
             raise
         gc.collect()
         torch.cuda.empty_cache()
-        return self._profile(dry=True)
+        return self._profile_all(dry=True)
+
+    def _profile_all(self, *, dry: bool = False, once_more: AbstractContextManager[None] | None = None) -> Profile:
+        """The step with its optimizer's."""
+        seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
+        self._stepping = _read_stepping(seen)
+        return seen
 
     def measure(self) -> tuple[int | None, float | None]:
-        """The peak and the time of a step as it is now; no peak if memory ran out."""
+        """The peak and the time of a step as it is now; no peak if memory ran out.
+
+        The optimizer is not followed again, which takes longer than some steps: what was seen of it before counts.
+        """
         gc.collect()
+        known = self._stepping
         try:
             with as_written(self._model) if hides_memory(self._model) else nullcontext():
-                seen = self._profile()
+                seen = self._profile(self._optimizer if known is None else None)
         except (RuntimeError, MemoryError) as error:
             if read_shortage(error) is None:
                 raise
             torch.cuda.empty_cache()
             return None, None
-        peak = max([seen.peak_bytes, *(entry.peak_bytes for entry in seen.allocators[:1])])
-        return peak, seen.step_s
+        own = _read_stepping(seen)
+        more = _Stepping() if known is None or own.peak_bytes else known
+        missing_bytes = max(0, more.state_bytes - own.state_bytes)
+        allocated = (entry.peak_bytes for entry in seen.allocators[:1])
+        peak = max([seen.peak_bytes + missing_bytes, more.peak_bytes, *allocated])
+        return peak, None if seen.step_s is None else seen.step_s + more.seconds
 
     def measure_gradients(self) -> dict[str, float] | None:
         """How large the gradients are in a step as it is now, of what this process has; None if memory ran out."""
         gradients = GradientNorms(self._model)
         try:
             with gradients.watching():
-                self._profile(is_timed=False)
+                self._profile(None, is_timed=False)
         except (RuntimeError, MemoryError) as error:
             if read_shortage(error) is None:
                 raise
@@ -93,7 +124,12 @@ class Runner:
         return gradients.read()
 
     def _profile(
-        self, *, dry: bool = False, is_timed: bool = True, once_more: AbstractContextManager[None] | None = None
+        self,
+        optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+        *,
+        dry: bool = False,
+        is_timed: bool = True,
+        once_more: AbstractContextManager[None] | None = None,
     ) -> Profile:
         call = self._call
         with _gradients_present(self._model) if self._has_gradients else nullcontext():
@@ -103,7 +139,7 @@ class Runner:
                 dict(call.kwargs),
                 model=self._model,
                 loss=call.loss,
-                optimizer=self._optimizer,
+                optimizer=optimizer,
                 dry=dry,
                 name=type(self._model).__name__,
                 timed=is_timed,
@@ -111,6 +147,22 @@ class Runner:
                 once_more=once_more,
             )
         return seen if call.function is self._model else keep_within(seen, self._model)
+
+
+def _read_stepping(profile: Profile) -> _Stepping:
+    """What the optimizer of a profiled step takes; nothing if none stepped."""
+    steps = [number for number, call in enumerate(profile.calls) if call.phase is Phase.OPTIMIZER]
+    timeline = profile.timeline
+    states = (
+        size
+        for size, storage in zip(timeline.sizes, profile.storages, strict=True)
+        if storage.category is Category.OPTIMIZER and storage.made_at is None
+    )
+    return _Stepping(
+        state_bytes=sum(states),
+        peak_bytes=max((timeline.bytes_at[number] for number in steps), default=0),
+        seconds=sum(profile.calls[number].seconds or 0.0 for number in steps),
+    )
 
 
 @contextmanager

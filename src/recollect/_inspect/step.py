@@ -28,6 +28,7 @@ from recollect._inspect.roots import (
 )
 from recollect._inspect.rules import describe_rules
 from recollect._inspect.surroundings import describe_device, device_of, list_generators, quick_collections
+from recollect._profile.allocations import meter_on
 from recollect._profile.assemble import Known, assemble
 from recollect._profile.capture import Capture
 from recollect._profile.snapshot import Snapshot
@@ -85,6 +86,7 @@ class StepProfiler:
         self._is_cleared = False
         self._is_cuda = self._device.type == "cuda" if dry is None else dry.device.is_cuda
         self._memory_model = _memory_model_of(self._device) if dry is None else dry
+        self._meter = meter_on(self._device) if dry is None else None
         self._snapshot = Snapshot()
         self._states: list[tuple[Source, Any]] = []
         self._stack = ExitStack()
@@ -105,6 +107,7 @@ class StepProfiler:
             region_of=region_here,
             replay_of=replay_here,
             workspace=None if self._memory_model is None else self._memory_model.workspace_bytes,
+            meter=self._meter,
             progress=None if progress is None else lambda done: progress(done, None),
         )
         self._known = Known(device=self._device)
@@ -235,6 +238,8 @@ class StepProfiler:
         )
         if self._dry is None and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        if self._meter is not None:
+            self._meter.start()
         self._shadowing = self._steps.begin_shadowing() if self._restores and self._is_cuda else ExitStack()
         self._stack.push(self._shadowing)
         self._capture.__enter__()
@@ -303,9 +308,10 @@ class StepProfiler:
     def _read_allocator(self) -> tuple[AllocatorEntry, ...]:
         if self._device.type != "cuda" or self._dry is not None:
             return ()
+        measured = 0 if self._meter is None else self._meter.peak_bytes
         entry = AllocatorEntry(
             device=torch.cuda.get_device_name(self._device),
-            peak_bytes=torch.cuda.max_memory_allocated(self._device),
+            peak_bytes=max(torch.cuda.max_memory_allocated(self._device), measured),
             reserved_bytes=torch.cuda.max_memory_reserved(self._device),
             total_bytes=torch.cuda.get_device_properties(self._device).total_memory,
         )

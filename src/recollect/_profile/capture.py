@@ -31,10 +31,11 @@ from recollect._core.torch_private.engine import (
 )
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
 from recollect._core.travel import Move, News, listeners
+from recollect._profile.allocations import AllocationMeter
 from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
-from recollect._profile.storages import storages_of
+from recollect._profile.storages import storages_of, tensors_written
 from recollect._profile.timing import NoTimer, Timer
 from recollect._profile.whereabouts import Whereabouts
 
@@ -60,6 +61,7 @@ class Capture(DispatchMode):
         region_of: see `Whereabouts`.
         replay_of: see `Whereabouts`.
         workspace: see `Workspace`.
+        meter: measures what operators take on the device; where it does not, `workspace` counts.
         progress: called now and then with the number of calls so far.
 
     Attributes:
@@ -85,6 +87,7 @@ class Capture(DispatchMode):
         region_of: Callable[[], str],
         replay_of: Callable[[], tuple[str, str] | None],
         workspace: Workspace | None = None,
+        meter: AllocationMeter | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -99,7 +102,8 @@ class Capture(DispatchMode):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.whereabouts = Whereabouts(region_of=region_of, replay_of=replay_of)
         self.timer, self._snapshot = timer, snapshot
-        self._unfold, self._workspace, self._progress = unfold, workspace, progress
+        self._unfold, self._progress = unfold, progress
+        self._workspace, self._meter = workspace, meter
         self._lock = threading.RLock()
         self._counts_meta = False
         self._flops: dict[tuple[Any, ...], int] = {}
@@ -156,16 +160,20 @@ class Capture(DispatchMode):
         if node is not None:
             self._note_node(node)
         sequence = next_sequence() - 1
-        written = _written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
+        written = tensors_written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
         if self._snapshot is not None and (written or operator.is_random):
             self._keep_aside(written, kwargs)
+        measured = None if self._meter is None else self._meter.begin(operator, args, kwargs)
         started = self.timer.start()
         result = func(*args, **kwargs)
         span = self.timer.stop(started)
+        taken = None if self._meter is None or measured is None else self._meter.end(measured)
         with self._lock:
             call = RawCall()
             call.operator, call.span = operator, span
             self._write_down(call, args, kwargs, result, written)
+            if taken is not None:
+                call.workspace_bytes = taken
             leaf = self.whereabouts.place(call, sequence, node)
             if leaf is not None:
                 call.leaf = next(iter(self._numbers(leaf)), -1)
@@ -179,7 +187,7 @@ class Capture(DispatchMode):
         with self._lock:
             call = RawCall()
             call.operator, call.span = operator, None
-            self._write_down(call, args, kwargs, None, _written(operator, args, kwargs))
+            self._write_down(call, args, kwargs, None, tensors_written(operator, args, kwargs))
             self.whereabouts.place(call, -1, None)
             self.calls.append(call)
 
@@ -362,13 +370,14 @@ class Capture(DispatchMode):
         """
         timer, self.timer = self.timer, NoTimer()
         snapshot, self._snapshot = self._snapshot, None
+        meter, self._meter = self._meter, None
         self._counts_meta = True
         try:
             with self.whereabouts.in_optimizer():
                 yield _Above(self)
         finally:
             self._counts_meta = False
-            self.timer, self._snapshot = timer, snapshot
+            self.timer, self._snapshot, self._meter = timer, snapshot, meter
 
 
 class _Above(DispatchMode):
@@ -390,13 +399,3 @@ class _Above(DispatchMode):
             self._capture.write(operator, args, kwargs)
             return None
         return self._capture.meet(func, args, kwargs)
-
-
-def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that the operator writes into."""
-    found: list[Tensor] = []
-    for position, name in operator.writes or operator.statistics:
-        value = args[position] if position < len(args) else kwargs.get(name)
-        items = value if isinstance(value, (tuple, list)) else [value]
-        found.extend(item for item in items if isinstance(item, Tensor))
-    return found

@@ -1,10 +1,11 @@
-"""Which storages tensors are made of."""
+"""Which storages tensors are made of, and which tensors an operator writes into."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recollect._core.operators import Operator
 from recollect._core.torch_private.sparse import sparse_parts
 
 Found = tuple[torch.UntypedStorage, torch.device]
@@ -38,3 +39,13 @@ def storages_of(tensor: Tensor) -> list[Found]:
         return [(tensor.untyped_storage(), tensor.device)]
     except NotImplementedError:  # sparse, or opaque (oneDNN's own layout, whose bytes cannot be asked for)
         return [found for part in sparse_parts(tensor) for found in storages_of(part)]
+
+
+def tensors_written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes into."""
+    found: list[Tensor] = []
+    for position, name in operator.writes or operator.statistics:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        items = value if isinstance(value, (tuple, list)) else [value]
+        found.extend(item for item in items if isinstance(item, Tensor))
+    return found
