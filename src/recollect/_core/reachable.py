@@ -63,6 +63,8 @@ def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[n
     tensors: list[Tensor] = []
     if isinstance(fn, nn.Module):
         modules.append(fn)
+    elif type(fn) is MethodType and isinstance(fn.__self__, nn.Module) and _holds_nothing(fn.__func__):
+        modules.append(fn.__self__)  # the usual forward, met at every call of a region
     elif not _holds_nothing(fn):
         _search(fn, modules, tensors)
     if objects:
@@ -71,10 +73,13 @@ def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[n
 
 
 def _holds_nothing(fn: Callable[..., Any]) -> bool:
-    """Whether this is a plain function that names no global and closes over nothing: there is nothing to search."""
-    return type(fn) is FunctionType and not (
-        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__ or _globals_of(fn.__code__)
-    )
+    """Whether this is a plain function that closes over nothing, and whose defaults and globals hold nothing."""
+    if type(fn) is not FunctionType or fn.__closure__ or fn.__kwdefaults__ or fn.__dict__:
+        return False
+    names, defaults = _globals_of(fn.__code__), fn.__defaults__
+    if names and not _INERT.issuperset(map(type, map(fn.__globals__.get, names))):
+        return False
+    return not defaults or _INERT.issuperset(map(type, defaults))
 
 
 def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor]) -> None:

@@ -12,6 +12,8 @@ FOUND = "found"
 
 _LOOKS = 3
 _OTHERS = frozenset({"python", "numpy"})
+_AT_FIRST = frozenset({"torch", FOUND, *_OTHERS})
+_NONE: frozenset[str] = frozenset()  # Dynamo does not trace frozenset[str]()
 
 
 class Memory:
@@ -21,15 +23,16 @@ class Memory:
         tree: its modules; asked again only where it no longer holds.
         preserved: the kinds of generator to read at a call where it may find them: Python's and NumPy's only at the
             first calls, because to read them takes 100 µs, and later if one of those moved them.
+        collects: whether a recomputation may be compared with forward when it has ended (`rerun.Collector`).
         looks: how many of the first calls are still to come.
     """
 
-    __slots__ = ("_moved", "looks", "preserved", "tree")
+    __slots__ = ("_moved", "collects", "looks", "preserved", "tree")
 
     def __init__(self) -> None:
         self.tree: ModuleTree | None = None
-        self.looks, self.preserved = _LOOKS, frozenset({"torch", FOUND, *_OTHERS})
-        self._moved: frozenset[str] = frozenset()  # Dynamo does not trace frozenset[str]()
+        self.collects = True
+        self.looks, self.preserved, self._moved = _LOOKS, _AT_FIRST, _NONE
 
     def note_moved(self, kinds: frozenset[str]) -> None:
         """One of the first calls is over, which moved generators of these kinds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import is_, itemgetter
+from operator import call, is_, itemgetter
 from typing import Any
 from weakref import ref
 
@@ -88,11 +88,11 @@ class ModuleTree:
 
     def is_of(self, roots: list[nn.Module]) -> bool:
         """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
-        return _same_objects(roots, [root() for root in self._roots]) and self.has_same_parts()
+        return _same_objects(roots, list(map(call, self._roots))) and not any(self._empty) and self.has_same_parts()
 
     def has_same_parts(self) -> bool:
-        """Whether the modules hold the modules, parameters and buffers that they held."""
-        return not any(self._empty) and _same_objects(_values(self._filled), self._parts)
+        """Whether the tables that held something hold the same; others may hold something by now."""
+        return _same_objects(_values(self._filled), self._parts)
 
     def modules(self, roots: list[nn.Module]) -> list[nn.Module]:
         """All of them."""

@@ -199,9 +199,13 @@ def accelerator_started() -> bool:
 
 def _sources_of(arguments: Arguments) -> list[Source]:
     """Generators of the devices that the tensors live on (else of the current one), and those among the arguments."""
-    sources: list[Source] = [source_of(item) for item in arguments.objects if isinstance(item, torch.Generator)]
     leaves = arguments.leaves
     devices = {leaves[index].device for index in arguments.tensors if not leaves[index].is_cpu}
+    if len(devices) == 1 and not arguments.objects:  # the usual case, apart because it runs at every call of a region
+        source = source_of_device(*devices)
+        if source is not None:
+            return [source]
+    sources: list[Source] = [source_of(item) for item in arguments.objects if isinstance(item, torch.Generator)]
     if len(devices) > 1:
         _warn_of_kinds({device.type for device in devices})
     devices = {device for device in devices if device.type != "meta"}

@@ -7,7 +7,7 @@ through `Surroundings.rerun`.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import compress
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 Variable = contextvars.ContextVar[Any]
-
+_FEW = 8  # variables in a context, as long as Inductor has not run
 
 def _find_collecting(context: contextvars.Context) -> list[Variable]:
     """The variables in which user code may collect something.
@@ -36,21 +36,21 @@ def _find_collecting(context: contextvars.Context) -> list[Variable]:
     In those whose names begin so, torch keeps its settings (2.13, once Inductor ran): hundreds, in dicts. It adds one
     for each time that a setting was patched, so that nothing here may take Python's time for each.
     """
-    kinds = {kind for kind in set(map(type, context.values())) if issubclass(kind, COLLECTIONS)}
-    if not kinds:
-        return []
-    found = compress(context, map(kinds.__contains__, map(type, context.values())))
+    if len(context) <= _FEW:
+        found: Iterable[Variable] = [variable for variable, value in context.items() if isinstance(value, COLLECTIONS)]
+    else:
+        kinds = {kind for kind in set(map(type, context.values())) if issubclass(kind, COLLECTIONS)}
+        found = compress(context, map(kinds.__contains__, map(type, context.values()))) if kinds else ()
     return [variable for variable in found if not variable.name.startswith("torch.")]
 
 
-def _copy_collections(context: contextvars.Context, variables: list[Variable]) -> None:
-    """Let variables of a context hold copies of their collections.
+def _copy_collection(variable: Variable) -> None:
+    """Let a variable hold a copy of its collection; call it inside a copied context.
 
-    What user code collects in one of them (hooks that record outputs do) it must not collect twice, and what it
-    collects while recomputing must not live longer than the recomputation.
+    What user code collects there (hooks that record outputs do) it must not collect twice, and what it collects while
+    recomputing must not live longer than the recomputation.
     """
-    for variable in variables:
-        context.run(variable.set, copy_collections(context[variable]))
+    variable.set(copy_collections(variable.get()))
 
 
 class Surroundings:
@@ -85,8 +85,9 @@ class Surroundings:
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
         context = self._context = contextvars.copy_context()
-        self._collecting = _find_collecting(context)
-        _copy_collections(context, self._collecting)
+        self._collecting = _find_collecting(context) if context else ()
+        for variable in self._collecting:
+            context.run(_copy_collection, variable)
         changing = [item for item in arguments.objects if may_change(item)] if arguments.objects else None
         self._objects = ObjectState(changing) if changing else None
 
@@ -130,12 +131,12 @@ class Surroundings:
         Raises:
             ChangedInputError: it reads a parameter or buffer that was changed in place since.
         """
-        context = self._context.copy()
-        _copy_collections(context, self._collecting)
-        return context.run(self._rerun, body, args)
+        return self._context.copy().run(self._rerun, body, args)
 
     def _rerun(self, body: Callable[..., T], args: tuple[Any, ...]) -> T:
         mark_recomputing()
+        for variable in self._collecting:
+            _copy_collection(variable)
         grad_was_enabled = torch.is_grad_enabled()
         modules = ambient = states = objects = None
         try:
