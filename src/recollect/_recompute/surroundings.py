@@ -30,6 +30,7 @@ T = TypeVar("T")
 Variable = contextvars.ContextVar[Any]
 _FEW = 8  # variables in a context, as long as Inductor has not run
 
+
 def _find_collecting(context: contextvars.Context) -> list[Variable]:
     """The variables in which user code may collect something.
 
