@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recollect._recompute.module_tree import ModuleTree
@@ -21,16 +21,18 @@ class Memory:
 
     Attributes:
         tree: its modules; asked again only where it no longer holds.
+        knowledge: what its calls under a policy have taught; of the room above, which checks that it still holds.
         preserved: the kinds of generator to read at a call where it may find them: Python's and NumPy's only at the
             first calls, because to read them takes 100 µs, and later if one of those moved them.
         collects: whether a recomputation may be compared with forward when it has ended (`rerun.Collector`).
         looks: how many of the first calls are still to come.
     """
 
-    __slots__ = ("_moved", "collects", "looks", "preserved", "tree")
+    __slots__ = ("_moved", "collects", "knowledge", "looks", "preserved", "tree")
 
     def __init__(self) -> None:
         self.tree: ModuleTree | None = None
+        self.knowledge: Any = None
         self.collects = True
         self.looks, self.preserved, self._moved = _LOOKS, _AT_FIRST, _NONE
 

@@ -30,14 +30,13 @@ class SelectiveRegion(Region):
         holds_elsewhere: whether what it holds lives on a tier, for which it must be a region whatever it keeps.
     """
 
-    __slots__ = ("_knowledge", "policy")
+    __slots__ = ("policy",)
 
     holds_elsewhere = False
 
     def __init__(self, name: str, fn: Callable[..., Any], options: Options, policy: Policy) -> None:
         super().__init__(name, fn, options)
         self.policy = policy
-        self._knowledge: Knowledge | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a region under the policy; with grad mode off it is a plain call.
@@ -69,12 +68,11 @@ class SelectiveRegion(Region):
         roots, _ = find_modules(self.fn, ())
         if are_apart():
             return find_knowledge(self.name, self.fn, self.policy, roots)
-        knowledge = self._knowledge
-        if knowledge is not None and knowledge.is_about(roots):
-            return knowledge
-        knowledge = find_knowledge(self.name, self.fn, self.policy, roots)
-        self._knowledge = knowledge
-        return knowledge
+        # In the memory, which outlives regions that are made anew for each call of a module.
+        known: Knowledge | None = self.memory.knowledge
+        if known is None or known.given is not self.policy or not known.is_about(roots):
+            known = self.memory.knowledge = find_knowledge(self.name, self.fn, self.policy, roots)
+        return known
 
 
 def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Wanted = dict[Any, dict[int, bool]]
 """By operator: which of its calls are kept, and whether as a copy, because the function writes into the result."""
 
-Kept = tuple[Any, list[int], int, bool]
-"""A result, the versions of its tensors, how many tensors the region had saved before, and whether it is a copy."""
+Kept = tuple[Any, int | list[int], int, bool]
+"""A result, the versions of its tensors (a number if it is one), how many tensors the region had saved before, and whether it is a copy."""
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -116,14 +116,20 @@ class Serving(Server):
 
 
 class _Forward:
-    """The context that forward runs under. The frame's hooks do not lead here: it goes when forward is over."""
+    """The context that forward runs under. The frame's hooks do not lead here: it goes when forward is over.
 
-    __slots__ = ("_calls", "_counts", "_driver", "_run", "_saved", "_unneeded", "_wanted", "ops")
+    Attributes:
+        ops: the operators that it meets.
+        count_wanted: how many calls it has met that are to be kept.
+    """
+
+    __slots__ = ("_calls", "_counts", "_driver", "_run", "_saved", "_unneeded", "_wanted", "count_wanted", "ops")
 
     def __init__(self, wanted: Wanted, unneeded: set[Any], saved: Sequence[Any], calls: dict[Any, Kept]) -> None:
         self._wanted, self._unneeded, self._saved, self._calls = wanted, unneeded, saved, calls
         self.ops = frozenset(wanted)
         self._counts = dict.fromkeys(wanted, 0)
+        self.count_wanted = 0
         self._run = current_run()
         self._driver = Interception(self.ops, self._meet)
 
@@ -134,10 +140,6 @@ class _Forward:
         self._driver.leave()
         del self._driver  # it leads back here
 
-    def count_wanted(self) -> int:
-        """How many calls were met that are to be kept."""
-        return sum(number in wanted for op, wanted in self._wanted.items() for number in range(self._counts[op]))
-
     def _meet(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and keep its result if it is wanted."""
         result = op(*args, **kwargs)
@@ -146,7 +148,10 @@ class _Forward:
         number = self._counts[op]
         self._counts[op] = number + 1
         is_copy = self._wanted[op].get(number)
-        if is_copy is not None and (op, number) not in self._unneeded:
+        if is_copy is None:
+            return result
+        self.count_wanted += 1
+        if (op, number) not in self._unneeded:
             kept = _map(copy_unseen if is_copy else quick_alias, result)
             self._calls[op, number] = (kept, _versions(kept), len(self._saved), is_copy)
         return result
@@ -175,9 +180,11 @@ class _Mode(DispatchMode):
 
 
 def _map(fn: Callable[[Tensor], Tensor], result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return fn(result)
     if isinstance(result, (tuple, list)):
         return type(result)([fn(part) if isinstance(part, Tensor) else part for part in result])
-    return fn(result) if isinstance(result, Tensor) else result
+    return result
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -185,5 +192,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-def _versions(result: Any) -> list[int]:
+def _versions(result: Any) -> int | list[int]:
+    if isinstance(result, Tensor):
+        return result._version  # noqa: SLF001
     return [tensor._version for tensor in _tensors(result)]  # noqa: SLF001

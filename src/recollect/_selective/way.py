@@ -288,7 +288,7 @@ class SelectiveWay(ServedWay):
     def _count_kept(self) -> int:
         """How many operators were kept, those included that need not be held."""
         if self._serving is not None:
-            return self._serving.forward.count_wanted()
+            return self._serving.forward.count_wanted
         return 0 if self._again is None else self._again.kept_calls.tally.count
 
     def _has_talked(self, frame: Frame) -> bool:

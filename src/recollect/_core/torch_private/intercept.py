@@ -57,9 +57,9 @@ class _Kernels:
 
     def ensure(self, ops: Iterable[OpOverload]) -> None:
         """Register kernels for operators that have none yet."""
-        missing = [op for op in ops if op not in self._known]
-        if not missing:
+        if self._known.issuperset(ops):
             return
+        missing = [op for op in ops if op not in self._known]
         with self._lock:
             if not self._libraries:
                 everything = self._libraries["_"] = Library("_", "IMPL")
@@ -78,8 +78,9 @@ def _kernel_of(op: OpOverload, handlers: _Handlers) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _exclude(KEY, True)  # noqa: FBT003
         try:
-            if handlers.entered:
-                ops, meet = handlers.entered[-1]
+            entered = handlers.entered
+            if entered:
+                ops, meet = entered[-1]
                 if op in ops:
                     return meet(op, args, kwargs)
             return op(*args, **kwargs)
