@@ -30,7 +30,7 @@ Wanted = dict[Any, dict[int, bool]]
 """By operator: which of its calls are kept, and whether as a copy, because the function writes into the result."""
 
 Kept = tuple[Any, int | list[int], int, bool]
-"""A result, the versions of its tensors (a number if it is one), how many tensors the region had saved before, and whether it is a copy."""
+"""A result, its version (of several tensors, a list), how many tensors were saved before, whether it is a copy."""
 
 _is_grad_enabled = torch.is_grad_enabled
 
