@@ -159,6 +159,28 @@ def test_what_no_plan_can_reach_is_not_searched_for_at_each_lever(monkeypatch: p
     assert len(searched) == 1  # of the last that was tried, for the refusal
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ((), "'chunked_loss', 'chunked_mlp', 'micro_batches'"),
+        (("chunked_mlp",), "'chunked_loss', 'micro_batches'"),
+    ],
+)
+def test_a_refusal_names_the_levers_that_were_not_asked_for_and_can_be_used(asked: tuple[str, ...], named: str) -> None:
+    with pytest.raises(recollect.BudgetError) as error:
+        recollect.fit(Net(), (TOKENS, TOKENS), loss=lose, budget=int(find_floor() * 0.6), levers=asked)
+    assert f"Not asked for, and possible here: levers={{{named}}}" in str(error.value)
+
+
+def test_a_refusal_names_no_levers_that_cannot_be_used() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    x = torch.randn(512, 4)
+    floor = recollect.plan(recollect.profile(model, x), budget="min").peak_bytes
+    with pytest.raises(recollect.BudgetError) as error:
+        recollect.fit(model, x, budget=int(floor * 0.9))
+    assert "possible here" not in str(error.value)
+
+
 def test_micro_batches_of_a_summed_loss_are_not_averaged() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 1))
     x = torch.randn(64, 4)

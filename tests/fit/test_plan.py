@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import BudgetError, Choice, Decision, Plan, Profile
 from recollect._core.forecasts import PlannedRegion
+from recollect._core.units import format_bytes
 from recollect._fit.work import work_for
 from recollect._plan.problem import Problem
 from recollect._plan.recipes import list_away
@@ -133,7 +134,10 @@ def test_what_cannot_fit_is_refused_with_the_smallest_peak_and_what_sets_it() ->
     ) as error:
         recollect.plan(seen, budget="1KiB")
     assert error.value.smallest_bytes == recollect.plan(seen, budget="min").peak_bytes
-    assert "Raise the budget, or shrink the batch" in str(error.value) or "the loss head" in str(error.value)
+    lasting = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert f"optimizer state alone take {format_bytes(lasting)}, which neither a smaller batch" in str(error.value)
+    with pytest.raises(BudgetError, match="Raise the budget, or shrink the batch|It is the loss head"):
+        recollect.plan(seen, budget=error.value.smallest_bytes - 1)
 
 
 def test_planning_needs_the_plain_step() -> None:

@@ -26,9 +26,10 @@ from recollect._fit.plan import plan_full as make_full_plan
 from recollect._fit.ranks import Ranks
 from recollect._fit.run import Runner
 from recollect._fit.steps import Steps
+from recollect._fit.suggestions import suggest_levers
 from recollect._fit.work import take_measured, work_for
 from recollect._plan.budget import SMALLEST, parse_budget
-from recollect._plan.solvers.bound import find_least_bytes
+from recollect._plan.solvers.bound import find_lasting_bytes, find_least_bytes
 
 _log = logging.getLogger("recollect")
 
@@ -221,11 +222,22 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
         return last, last.plan(budget), None  # if it was passed over, the refusal tells of it
     except BudgetError as error:
         refusals.append(error)
-    refusal = min(refusals, key=lambda error: error.smallest_bytes)
+    refusal = _with_suggestion(attempt, asked, budget, min(refusals, key=lambda error: error.smallest_bytes))
     full = None if attempt.cannot_fit(budget) else attempt.plan_full(budget)
     if full is None:
         raise refusal
     return attempt, full, refusal
+
+
+def _with_suggestion(plain: Attempt, asked: Asked, budget: int | str, refusal: BudgetError) -> BudgetError:
+    """The refusal, and which levers nobody has asked for yet, where any can help."""
+    subject = plain.subject
+    limit = parse_budget(budget, device_bytes=find_device_bytes(plain.profile)).bytes
+    lasting = find_lasting_bytes(work_for(plain.profile, None).problem)
+    if not subject.ranks.are_alone or (limit is not None and lasting > limit):
+        return refusal
+    more = suggest_levers(subject.model, plain.profile, asked, subject.batch, owns_step=subject.owns_step)
+    return BudgetError(f"{refusal}.\n{more}", refusal.smallest_bytes) if more else refusal
 
 
 def _is_cheap(levers: tuple[PlannedLever, ...]) -> bool:

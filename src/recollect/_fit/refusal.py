@@ -7,6 +7,7 @@ from recollect._core.units import format_bytes
 from recollect._plan.budget import Budget
 from recollect._plan.frontier import Point
 from recollect._plan.problem import Problem
+from recollect._plan.solvers.bound import find_lasting_bytes
 
 _MOST_CATEGORIES = 3
 
@@ -33,7 +34,13 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
         f"{category.value} {format_bytes(size)}" for category, size in list(fixed.items())[:_MOST_CATEGORIES]
     )
     advice = "Raise the budget, or shrink the batch; `levers` of recollect.fit may go lower"
-    if call.phase is Phase.OPTIMIZER:
+    lasting = find_lasting_bytes(problem)
+    if asked.bytes is not None and lasting > asked.bytes:
+        advice = (
+            f"Parameters, gradients and optimizer state alone take {format_bytes(lasting)}, which neither a smaller "
+            "batch nor levers lower. Raise the budget, shard the model, or use an optimizer with less state"
+        )
+    elif call.phase is Phase.OPTIMIZER:
         advice = "It is the optimizer's step: use one with less state or temporaries (fused=True, foreach=False)"
     elif profile.storages and _is_head(problem, smallest.peak_call):
         chunks = "let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), "

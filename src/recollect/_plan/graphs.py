@@ -23,6 +23,7 @@ from recollect._plan.budget import FASTEST, Budget
 from recollect._plan.problem import Problem, Run
 from recollect._plan.simulate import Simulation, Simulator
 from recollect._plan.solvers.keep_sets import Program
+from recollect._plan.waists import find_waists
 
 _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts is how many operations weigh a byte
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take
@@ -30,7 +31,6 @@ _BISECTIONS = 10
 _MARGIN = (
     0.05  # of what a step may take beyond its inputs: measured peaks of Inductor were up to 5% above the simulated
 )
-_WIDE = 1.5  # as a waist, next to the narrowest
 _REDUCING = ("mean", "sum", "var", "std", "amax", "amin", "norm", "prod", "argmax", "argmin", "logsumexp", "softmax")
 _APART = ("sort", "topk", "scatter", "index_put", "cumsum", "cumprod", "bernoulli", "rand", "nonzero", "unique", "all_")
 
@@ -143,7 +143,7 @@ def _list_keep_sets(profile: Profile, budget_bytes: int | None) -> Iterator[Keep
     always = _find_always(profile)
     plain = _judge(simulator, problem, run.needs | always)
     yield plain
-    for there in dict.fromkeys((always, always | _find_waists(problem, run))):
+    for there in dict.fromkeys((always, always.union(*find_waists(problem, run)))):
         program = Program(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
         small, large = _judge(simulator, problem, program.keep_at(high) | there), plain
@@ -190,21 +190,6 @@ def _find_always(profile: Profile) -> frozenset[int]:
         for storage, number in made.items()
         if profile.calls[number].runs_once or profile.storages[storage].lifetime is Lifetime.RETURNED
     )
-
-
-def _find_waists(problem: Problem, run: Run) -> frozenset[int]:
-    """The values that cross the narrowest places of forward: all that later calls read of earlier ones."""
-    last = {storage: numbers[-1] for storage, numbers in problem.read_by.items() if numbers}
-    crossing: set[int] = set()
-    widths: list[tuple[int, frozenset[int]]] = []
-    for number in range(run.first, run.stop):
-        crossing = {storage for storage in crossing if last.get(storage, -1) >= number}
-        if crossing:
-            widths.append((sum(problem.sizes[storage] for storage in crossing), frozenset(crossing)))
-        crossing.update(problem.makes[number])
-    middle = widths[len(widths) // 8 : -(len(widths) // 8) or None]  # where forward begins and ends all is narrow
-    narrow = min((width for width, _ in middle if width), default=0) * _WIDE
-    return frozenset(storage for width, crossed in widths if width <= narrow for storage in crossed)
 
 
 def _find_highest(problem: Problem) -> float:

@@ -15,7 +15,7 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal
 from recollect._plan.segments import Segment, find_last_modules, find_parts
 from recollect._plan.solvers.chain import choose_options
-from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets
+from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
 from recollect._plan.treatments import Treatment, Way, count_host, find_held, find_sent
 from recollect._plan.ways import can_replay
 
@@ -231,6 +231,7 @@ def _search_options(problem: Problem, run: Run) -> list[Option]:
     found = [PLAIN, Option(way=Way.RERUN)]
     if can_replay(problem, run):
         found += find_keep_sets(problem, run)
+        found += find_waist_sets(problem, run)
     found += find_served_sets(problem, run)
     return list(dict.fromkeys(found))
 

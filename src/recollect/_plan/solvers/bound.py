@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from recollect._core.calls import Category
 from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.keep_sets import Program
+
+_LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
 
 
 class Bound:
@@ -64,6 +67,13 @@ def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:
 def find_least_bytes(problem: Problem) -> int:
     """What no schedule takes less than, found at once: some call reads and makes that much beside what stays."""
     return max(_count_fixed(problem, moment, ()) for moment in range(len(problem.calls)))
+
+
+def find_lasting_bytes(problem: Problem) -> int:
+    """What no batch is small enough to take less than: parameters, their gradients, and optimizer state."""
+    storages = problem.profile.storages
+    lasting = (at for at, one in enumerate(storages) if one.category in _LASTING and problem.is_lasting(at))
+    return sum(problem.sizes[at] for at in lasting) + problem.profile.fixed_bytes
 
 
 def _count_fixed(problem: Problem, moment: int, later: Collection[int]) -> int:

@@ -18,6 +18,7 @@ from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.highs import Model
 from recollect._plan.treatments import Way
+from recollect._plan.waists import find_waists
 from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
 
 _SLICES = 12
@@ -27,6 +28,7 @@ _HALF, _LEAST = 0.5, 1e-6
 _MOST_CORNERS = 24
 _FEW, _FEWER = 6, 4
 _LIMIT_ROW = 0
+_MOST_WAISTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,22 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
         # Without anything kept there would be no replay: what backward has no use for is kept at no cost.
         calls = forced.union(number for at in kept for number in groups[run.makes[at][-1]]) or set(program.unused)
         option = keep_calls(problem, run, (number for number in calls if can_be_kept(problem, run, number)))
+        if option.way is Way.REPLAY:
+            yield option
+
+
+def find_waist_sets(problem: Problem, run: Run) -> Iterator[Option]:
+    """Options for a run that replays and keeps what crosses a narrow place: backward makes what lies before it later.
+
+    So less is there at a time, which is what sets the smallest peaks; for their bytes others save more time.
+    """
+    forced = set(find_forced(problem, run))
+    waists = find_waists(problem, run)
+    for at in sorted({len(waists) * number // _MOST_WAISTS for number in range(_MOST_WAISTS)} if waists else ()):
+        calls = forced.union(run.makes[storage][-1] for storage in waists[at])
+        groups = (group for group in find_groups(problem, run) if not calls.isdisjoint(group))
+        together = {number for group in groups for number in group if can_be_kept(problem, run, number)}
+        option = keep_calls(problem, run, together)
         if option.way is Way.REPLAY:
             yield option
 
