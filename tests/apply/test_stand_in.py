@@ -222,6 +222,24 @@ def test_transforms_of_torch_func_go_through() -> None:
     assert all(torch.equal(per_sample[name], expected[name]) for name in parameters)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("rule", [RECOMPUTE, recollect.policies.save_matmuls])
+def test_what_torchscript_traces_is_the_plain_forward(rule: Any) -> None:
+    def trace(fn: Any) -> list[str]:
+        traced: Any = torch.jit.trace(fn, torch.ones(2, 3))
+        return [node.kind() for node in traced.inlined_graph.nodes()]
+
+    def curve(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    plain = trace(model)
+    recollect.apply(model, {"*": rule})
+    assert trace(model) == plain
+    policy = recollect.policies.save_all if callable(rule) else None
+    assert trace(recollect.checkpoint(curve, policy=policy)) == trace(curve)
+
+
 def test_parametrizations_added_afterwards_are_honoured() -> None:
     model = applied()
     parametrizations.weight_norm(model[0].linear)

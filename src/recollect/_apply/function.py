@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.jit import is_tracing
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
@@ -166,6 +167,8 @@ def checkpoint(
             from recollect._apply.in_graph import call_in_graph
 
             return call_in_graph(name, fn, checked, args, kwargs, None, elsewhere, sends)
+        if is_tracing():  # torch.jit.trace takes down what runs, and it is to be plain
+            return fn(*args, **kwargs)
         result = call(args, kwargs)
         if tally is not None:
             warn_if_nothing_kept(tally, f"region '{name}'")

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.jit import is_tracing
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.instance_forward import InstanceForward, entries_of
@@ -61,6 +62,8 @@ class StandIn(InstanceForward):
             return own(*args, **kwargs)
         if self._caches:
             args, kwargs = without_cache(self._owner(), self._caches, args, kwargs)
+        if is_tracing():  # torch.jit.trace, and TensorBoard's add_graph: they take down what runs, and it is to be plain
+            return own(*args, **kwargs)
         if is_exporting():
             from recollect._apply.in_graph import call_in_graph
 

@@ -44,6 +44,26 @@ def test_what_is_made_of_given_numbers_alone_is_known_and_needs_no_note(case: st
         assert len(dry.notes) == 1
 
 
+def test_a_known_mask_chooses_as_many_of_unknown_values_as_it_does_in_the_real_step() -> None:
+    class Merging(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(8, 4)
+
+        def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+            mask = tokens == 0
+            hidden = self.embed(tokens)
+            merged = hidden.clone()
+            merged[mask, :] = hidden[mask, :] + features
+            return merged.sum() + hidden.masked_select(mask[..., None]).sum()
+
+    features = torch.ones(int((TOKENS == 0).sum()), 4)
+    dry = recollect.profile(Merging(), TOKENS, features, dry=True, device="cpu")
+    real = recollect.profile(Merging(), TOKENS, features)
+    assert dry.peak_bytes == real.peak_bytes
+    assert not any("mask" in note for note in dry.notes)
+
+
 def test_numbers_that_were_written_into_are_known_if_what_was_written_is() -> None:
     with dry_step([], TOKENS.clone(), device=CPU) as dry:
         view, shifted = dry.values[0], torch.zeros_like(dry.values)

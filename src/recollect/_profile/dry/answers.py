@@ -177,6 +177,9 @@ class Answers(DispatchMode):
 
     def _how_many(self, mask: Tensor) -> int:
         """How many are true."""
+        known = self._known.count_true(mask)
+        if known is not None:
+            return known
         density = self._density(mask)
         answer = "true everywhere" if density == 1 else f"true in {density:.1%}, as often as it is on average"
         self._say("a mask", answer)

@@ -85,6 +85,13 @@ class KnownValues:
         with without_dispatch_modes():
             return int(getattr(numbers, _NAME, numbers).max())
 
+    def count_true(self, mask: Tensor) -> int | None:
+        """How often a mask is true; None where that is not known."""
+        if not self._is_known(mask):
+            return None
+        with without_dispatch_modes():
+            return int(getattr(mask, _NAME, mask).count_nonzero())
+
     def _are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if any(isinstance(value, Tensor) and not self._is_known(value) for value in args):
             return False  # the usual case
