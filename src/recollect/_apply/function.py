@@ -167,9 +167,7 @@ def checkpoint(
             from recollect._apply.in_graph import call_in_graph
 
             return call_in_graph(name, fn, checked, args, kwargs, None, elsewhere, sends)
-        if is_tracing():  # torch.jit.trace takes down what runs, and it is to be plain
-            return fn(*args, **kwargs)
-        result = call(args, kwargs)
+        result = fn(*args, **kwargs) if is_tracing() else call(args, kwargs)  # what TorchScript takes down is plain
         if tally is not None:
             warn_if_nothing_kept(tally, f"region '{name}'")
         return result

@@ -62,7 +62,7 @@ class StandIn(InstanceForward):
             return own(*args, **kwargs)
         if self._caches:
             args, kwargs = without_cache(self._owner(), self._caches, args, kwargs)
-        if is_tracing():  # torch.jit.trace, and TensorBoard's add_graph: they take down what runs, and it is to be plain
+        if is_tracing():  # torch.jit.trace, which TensorBoard's add_graph calls, takes down what runs: that is plain
             return own(*args, **kwargs)
         if is_exporting():
             from recollect._apply.in_graph import call_in_graph
