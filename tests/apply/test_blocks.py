@@ -284,6 +284,27 @@ class Standardised(nn.Conv2d):
         return nn.functional.conv2d(input, self.weight - self.weight.mean(), self.bias)
 
 
+def test_a_list_of_one_block_is_no_stage_where_another_list_repeats_its_class() -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.down(self.up(x))
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.experts = nn.Linear(4, 4), nn.ModuleList(Expert() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Any:
+            return sum(expert(self.attention(x)) for expert in self.experts)
+
+    model = nn.ModuleDict({"one": nn.ModuleList([Routed()]), "two": nn.ModuleList([Routed(), Routed()])})
+    assert table(model) == ["one.0", "two.0-1"]
+
+
 def test_layers_of_other_classes_than_torchs_are_no_blocks() -> None:
     stem = nn.Sequential(Standardised(3, 4, 3), nn.ReLU(), Standardised(4, 4, 3), nn.ReLU())
     with recollect.apply(nn.Sequential(stem, nn.Sequential(Conv(4, 8), Conv(8, 8)))) as handle:

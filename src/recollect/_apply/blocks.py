@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     found = found or set(_search(model, parents, _repeated_by_hand))
     # A stage may have only one of what others repeat: the same class counts there too, if it is held in the same way.
     kinds = {type(module) for module in found} - {nn.Sequential}
-    found.update(_search(model, parents, lambda children: [child for child in children if type(child) in kinds]))
+    found.update(_search(model, parents, lambda children: [child for child in children if type(child) in kinds], kinds))
+    found -= {part for block in found for part in block.modules() if part is not block}  # experts of a block on its own
     found.update(_beside(model, found))
     found = {module for module in found if _count_products(module) > 1} or found
     found.update(_marked(model, found))
@@ -95,9 +96,13 @@ Choose = Callable[[list[nn.Module]], list[nn.Module]]
 
 
 def _search(
-    model: nn.Module, parents: tuple[type[nn.Module], ...], choose: Choose, around: frozenset[nn.Module] = frozenset()
+    model: nn.Module,
+    parents: tuple[type[nn.Module], ...],
+    choose: Choose,
+    known: Collection[type[nn.Module]] = (),
+    around: frozenset[nn.Module] = frozenset(),
 ) -> list[nn.Module]:
-    """The outermost blocks under parents of these classes."""
+    """The outermost blocks under parents of these classes; a single one of a class known for blocks is no stage."""
     found: dict[nn.Module, None] = {}
     seen = set(around)
     stack = [model]
@@ -110,7 +115,8 @@ def _search(
         children = [child for name, child in parts.items() if child is not None and name != _PARAMETRIZATIONS]
         if isinstance(module, parents):
             for blocks in _by_class(choose(children)):
-                if not _are_stages(blocks, frozenset(seen)):
+                is_known = len(blocks) == 1 and type(blocks[0]) in known
+                if is_known or not _are_stages(blocks, frozenset(seen)):
                     found.update(dict.fromkeys(blocks))
         stack.extend(reversed(children))
     return list(found)
@@ -161,9 +167,9 @@ def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
     four do. The first block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the
     same.
     """
-    listed = [_search(block, _LISTS, _repeated, seen) for block in blocks]
+    listed = [_search(block, _LISTS, _repeated, around=seen) for block in blocks]
     inner = [
-        held or _numbered(block) or _search(block, _LISTS, _any, seen)
+        held or _numbered(block) or _search(block, _LISTS, _any, around=seen)
         for block, held in zip(blocks, listed, strict=True)
     ]
     if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):

@@ -74,6 +74,20 @@ def test_what_a_step_was_told_is_said_where_it_fails_afterwards() -> None:
     assert "taken as False" in note
 
 
+def test_an_expert_chosen_by_number_gets_as_many_tokens_as_on_average() -> None:
+    with dry_step([], torch.rand(6, 8), device=CPU) as dry:
+        chosen = dry.values.topk(2, dim=-1).indices
+        mask = chosen.view(-1).clone() == 3
+        assert dry.values.repeat_interleave(2, dim=0)[mask].shape == (2, 8)  # 12 choices among 8, rounded up
+        assert [part.shape[0] for part in torch.where(chosen == 3)] == [2, 2]
+        assert int(mask.sum()) == 2
+        assert bool(mask.any())
+        assert not bool((dry.values > 2).any())
+        assert dry.values[dry.values.argmax(dim=-1) == 1].shape == (1, 8)
+        assert any("true in 12.5%, as often as it is on average" in note for note in dry.notes)
+        assert any("whether any is" in note for note in dry.notes)
+
+
 def test_a_one_hot_mask_is_true_as_often_as_it_is_on_average() -> None:
     with dry_step([], torch.zeros(64, 2), device=CPU) as dry:
         hot = functional.one_hot(dry.values.long(), num_classes=8).permute(2, 1, 0)

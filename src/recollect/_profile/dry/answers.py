@@ -5,9 +5,11 @@
 | a float (``.item()``) | 1.0: floats scale and are logged |
 | an index, out of ``nonzero``, ``topk`` and the like | 0 |
 | whether all are (``all``) | True: checks of arguments pass |
+| whether any is (``any``) of a one-hot mask, or of choices that equal a number | True: each expert has tokens |
 | another bool (``if`` on a tensor, ``any``, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
 | which values are NaN or infinite | none |
-| where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere; a one-hot mask as often as on average |
+| where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere |
+| the same of a one-hot mask, or of choices (``topk``) that equal a number | as often as on average |
 | how often a mask is true (its ``sum``) | likewise |
 | ``unique`` | all are different |
 | ``bincount`` with ``minlength`` | so many counts |
@@ -41,6 +43,8 @@ _PASSING_ON = ("aten.index.Tensor", "aten.index_select.default", "aten.clone.def
 _CHOOSING = frozenset({"aten.argmax.default", "aten.argmin.default", "aten.topk.default", "aten.multinomial.default"})
 """Operators that give indices."""
 _UNUSUAL = frozenset({"aten.isnan.default", "aten.isinf.default", "aten.isposinf.default", "aten.isneginf.default"})
+_WITH_DIM = {"aten.topk.default": 2, "aten.argmax.default": 1, "aten.argmin.default": 1}
+"""Where these take the dimension that they choose in."""
 _CHECKS = ("aten.all.", "aten._is_all_true.")
 _MATRIX = 2
 
@@ -60,8 +64,9 @@ class Answers(DispatchMode):
         self._densities: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
         self._ranges: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._indices: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
+        self._choices: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
-        self._checks: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
+        self._checks: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._answers: dict[str, Callable[..., Any]] = {
             "aten._local_scalar_dense.default": self._read,
             "aten.equal.default": self._compare,
@@ -100,13 +105,19 @@ class Answers(DispatchMode):
     def _remember(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """What a result is, for when it is read: a check, a count, an index, a mask that is seldom true, a range."""
         if name.startswith(_CHECKS):
-            self._checks[result.untyped_storage()] = None
+            self._checks[result.untyped_storage()] = "whether all are"
+        elif name.startswith("aten.any.") and args[0].untyped_storage() in self._densities:
+            self._checks[result.untyped_storage()] = "whether any is"  # each expert has tokens
         elif name.startswith("aten.sum.") and is_fake(args[0]):
             if _is_mask(args[0]) or args[0].untyped_storage() in self._densities:
                 each = args[0].numel() / max(result.numel(), 1)
                 self._counts[result.untyped_storage()] = math.ceil(each * self._density(args[0]))
         elif name in _CHOOSING:
-            self._indices[(result if isinstance(result, Tensor) else result[-1]).untyped_storage()] = None
+            chosen = (result if isinstance(result, Tensor) else result[-1]).untyped_storage()
+            self._indices[chosen] = None
+            self._choices[chosen] = _count_choices(name, args)
+        elif name == "aten.eq.Scalar" and (count := self._choices.get(args[0].untyped_storage())):
+            self._densities[result.untyped_storage()] = 1 / count  # the tokens of one expert
         elif name in _PASSING_ON or name == "aten.eq.Tensor" or name.startswith("aten.scatter"):
             self._pass_on(name, args, result)
         elif name.startswith("aten.arange"):
@@ -135,9 +146,9 @@ class Answers(DispatchMode):
 
     def _read(self, tensor: Tensor) -> Any:
         if tensor.dtype is torch.bool:
-            is_check = tensor.untyped_storage() in self._checks
-            self._say("whether all are" if is_check else "what the step decides by", str(is_check))
-            return is_check
+            check = self._checks.get(tensor.untyped_storage())
+            self._say(check or "what the step decides by", str(check is not None))
+            return check is not None
         if tensor.is_floating_point():
             self._say("a number that is read", "1.0")
             return 1.0
@@ -171,6 +182,8 @@ class Answers(DispatchMode):
             if count and args[0].dim() and args[0].shape[-1] == 1 and result.shape[-1] == count:
                 self._densities[result.untyped_storage()] = 1 / count
         else:
+            if (choices := self._choices.get(args[0].untyped_storage())) is not None:
+                self._choices[result.untyped_storage()] = choices
             density = self._density(args[0])
             if density < 1:
                 self._densities[result.untyped_storage()] = density
@@ -237,6 +250,13 @@ class Answers(DispatchMode):
             longest = max(target_lengths, default=0)
         kept = log_probs.new_empty(examples, log_probs.shape[0], 2 * longest + 1)
         return log_probs.new_empty(examples), kept
+
+
+def _count_choices(name: str, args: tuple[Any, ...]) -> int:
+    """Among how many an operator chooses."""
+    at = _WITH_DIM.get(name, len(args))
+    dim = args[at] if at < len(args) else -1 if name in ("aten.topk.default", "aten.multinomial.default") else None
+    return int(args[0].numel() if dim is None or not args[0].dim() else args[0].shape[dim])
 
 
 def _asks_if_usual(name: str, args: tuple[Any, ...]) -> bool:
