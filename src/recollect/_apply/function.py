@@ -10,11 +10,11 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
-from torch.jit import is_tracing
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
 from recollect._core.scope import override
+from recollect._core.torch_private.torchscript import is_tracing
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload, TierLike
 from recollect._policy.base import PolicyLike

@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
-from torch.jit import is_tracing
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.instance_forward import InstanceForward, entries_of
 from recollect._apply.options import Choices, warn_if_nothing_kept
 from recollect._core.torch_private.compiler import untraced
+from recollect._core.torch_private.torchscript import is_tracing
 from recollect._policy.presets import Tally
 from recollect._recompute.memory import Memory
 

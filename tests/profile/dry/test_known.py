@@ -55,7 +55,8 @@ def test_a_known_mask_chooses_as_many_of_unknown_values_as_it_does_in_the_real_s
             hidden = self.embed(tokens)
             merged = hidden.clone()
             merged[mask, :] = hidden[mask, :] + features
-            return merged.sum() + hidden.masked_select(mask[..., None]).sum()
+            result: Tensor = merged.sum() + hidden.masked_select(mask[..., None]).sum()
+            return result
 
     features = torch.ones(int((TOKENS == 0).sum()), 4)
     dry = recollect.profile(Merging(), TOKENS, features, dry=True, device="cpu")
