@@ -51,8 +51,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     found = found or set(_search(model, parents, _repeated_by_hand))
     # A stage may have only one of what others repeat: the same class counts there too, if it is held in the same way.
     kinds = {type(module) for module in found} - {nn.Sequential}
-    found.update(_search(model, parents, lambda children: [child for child in children if type(child) in kinds], kinds))
-    found -= {part for block in found for part in block.modules() if part is not block}  # experts of a block on its own
+    more = set(_search(model, parents, lambda children: [child for child in children if type(child) in kinds], kinds))
+    inside = {part for block in more - found for part in block.modules()}  # as the experts of a block on its own
+    found = (found - inside) | more
     found.update(_beside(model, found))
     found = {module for module in found if _count_products(module) > 1} or found
     found.update(_marked(model, found))
