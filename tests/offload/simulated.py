@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recollect._offload.prefetch import SeenValue, Speeds, Timetable
+from recollect._core.timetables import SeenValue, Speeds, Timetable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from recollect._core.timetables import TOGETHER
 from recollect._offload.kinds import bytes_of
 from recollect._offload.parcels import Parcel
 from recollect._offload.pinned import Buffer
-from recollect._offload.prefetch import TOGETHER
 from recollect._offload.streams import Batch, Lanes, Mark, Times
 
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import ref
 
+from recollect._core.timetables import least_together
 from recollect._core.torch_private.engine import next_sequence
 from recollect._core.torch_private.storages import count_holders
 from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Parcel
-from recollect._offload.prefetch import least_together
 from recollect._offload.steps import Step
 from recollect._offload.transfers import Transfers
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from recollect._core.timetables import SeenValue, Speeds, Timetable, make_timetable
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
-from recollect._offload.prefetch import SeenValue, Speeds, Timetable, make_timetable
 from recollect._offload.steps import Lesson, Lessons, Step
 from recollect._offload.streams import Clock
 from recollect._offload.transfers import Transfers

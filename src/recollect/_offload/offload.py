@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from recollect._core.timetables import IN_FLIGHT_BYTES, LEAST_BYTES
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._core.units import parse_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
@@ -32,9 +33,6 @@ TierLike = str | Tier | Sequence[str | Tier]
 """``"host"``, ``"disk"``, an object of one's own, or ``("host", "disk")``: the second where the first is full."""
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-_MIN_BYTES = 2**16
-_IN_FLIGHT = 2**30
 
 
 class Offload:
@@ -122,9 +120,9 @@ def offload(
     tier: TierLike = "host",
     *,
     directory: str | os.PathLike[str] | None = None,
-    min_bytes: int | str = _MIN_BYTES,
+    min_bytes: int | str = LEAST_BYTES,
     limit: int | str | None = None,
-    in_flight: int | str = _IN_FLIGHT,
+    in_flight: int | str = IN_FLIGHT_BYTES,
     wait: bool = True,
     compress: str | None = None,
 ) -> Offload:
@@ -171,7 +169,7 @@ def offload(
 def offload_everything() -> Offload:
     """One for all that ask in this thread: to the host, small values too, copies of those that are there already."""
     here = offload_everything.__code__
-    session = _session_at(here, 0, _read_options("host", None, 0, None, _IN_FLIGHT, True, None))  # noqa: FBT003
+    session = _session_at(here, 0, _read_options("host", None, 0, None, IN_FLIGHT_BYTES, True, None))  # noqa: FBT003
     session.transfers.copies_host = True
     return Offload(session)
 
@@ -188,7 +186,7 @@ def offload_decided(tier: TierLike | None = None) -> Offload:
             return chosen
         tier = "host"
     here = offload_decided.__code__
-    return Offload(_session_at(here, 0, _read_options(tier, None, _MIN_BYTES, None, _IN_FLIGHT, True, None)))  # noqa: FBT003
+    return Offload(_session_at(here, 0, _read_options(tier, None, LEAST_BYTES, None, IN_FLIGHT_BYTES, True, None)))  # noqa: FBT003
 
 
 @contextmanager
@@ -212,7 +210,7 @@ def _session_at(code: CodeType, instruction: int, options: _Options) -> Session:
     return sessions[key]
 
 
-def make_offload(tier: TierLike = "host", *, min_bytes: int | str = _MIN_BYTES, copies_host: bool = False) -> Offload:
+def make_offload(tier: TierLike = "host", *, min_bytes: int | str = LEAST_BYTES, copies_host: bool = False) -> Offload:
     """One that belongs to its holder, and to no place in a program.
 
     Args:
@@ -220,7 +218,7 @@ def make_offload(tier: TierLike = "host", *, min_bytes: int | str = _MIN_BYTES, 
         min_bytes: as of `offload`.
         copies_host: whether values that are in host memory already are copied there, in place of staying.
     """
-    session = make_session(*_read_options(tier, None, min_bytes, None, _IN_FLIGHT, True, None))  # noqa: FBT003
+    session = make_session(*_read_options(tier, None, min_bytes, None, IN_FLIGHT_BYTES, True, None))  # noqa: FBT003
     session.transfers.copies_host = copies_host
     return Offload(session)
 

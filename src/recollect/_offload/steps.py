@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from recollect._offload.prefetch import SeenValue, Speeds, Timetable
+from recollect._core.timetables import SeenValue, Speeds, Timetable
 
 if TYPE_CHECKING:
     from recollect._offload.kinds import Kind

@@ -19,8 +19,8 @@ from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved
 from recollect._core.decisions import Site
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
+from recollect._core.timetables import LEAST_BYTES
 from recollect._plan.casts import find_casts, find_inner_casts
-from recollect._plan.journeys import LEAST_BYTES
 from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.prices import Prices

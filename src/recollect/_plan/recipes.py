@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from recollect._plan.journeys import IN_FLIGHT_BYTES
+from recollect._core.timetables import IN_FLIGHT_BYTES
 from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recollect._plan.journeys import Journey, find_absences
+from recollect._core.timetables import SeenValue
+from recollect._plan.journeys import find_absences
 from recollect._plan.occupancy import Order
 from recollect._plan.passing import find_passes
 from recollect._plan.prices import Added, Pace
@@ -144,7 +145,7 @@ class _Stage:
             return 0.0
         clock = list(itertools.accumulate((problem.seconds[call] for call in self._steps), initial=0.0))
         journeys = [
-            Journey(bytes=problem.sizes[trip.storage], made_s=clock[trip.made], used_s=clock[trip.asked])
+            SeenValue(bytes=problem.sizes[trip.storage], made_s=clock[trip.made], used_s=clock[trip.asked])
             for trip in trips
         ]
         passes = find_passes(problem, [(run, treatment.sends) for run, treatment in self._chosen])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recollect._offload.prefetch import LINK_SHARE, SeenValue, Speeds, Timetable, make_timetable
+from recollect._core.timetables import LINK_SHARE, SeenValue, Speeds, Timetable, make_timetable
 from tests.offload.simulated import simulate
 
 EVEN = Speeds(out=100.0, back=100.0)

@@ -1,8 +1,8 @@
 """When to send, let go and fetch each value of a step, by the times at which an earlier step made and used them.
 
-No torch here: plain numbers. A value is worth sending if it can be gone and back between its making and its use; the
-first layers' values have the longest time for it, the last ones' none. The link carries one value at a time in each
-direction. See docs/design/offload.md.
+No torch here: plain numbers, by which `_offload` runs steps and `_plan` foretells them. A value is worth sending if it
+can be gone and back between its making and its use; the first layers' values have the longest time for it, the last
+ones' none. The link carries one value at a time in each direction. See docs/design/offload.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+IN_FLIGHT_BYTES = 2**30
+"""The most that is on its way at a time, unless somebody says otherwise."""
+
+LEAST_BYTES = 2**16
+"""Smaller values stay, unless somebody says otherwise."""
 
 LINK_SHARE = 0.92
 """Of forward, in which all that is sent without waiting must be gone: copies beside kernels are slower at times."""
@@ -63,6 +69,8 @@ class Timetable:
         order: the values that are sent, in the order in which backward uses them.
         fetches: for each value used, those whose way back begins then; under -1 those that begin with backward.
         sent_bytes: of all that are sent.
+        gone_s: for each that is sent, when it has left.
+        delays_s: for each value, how much later it is saved because the step has waited.
     """
 
     sends: tuple[bool, ...]
@@ -71,6 +79,8 @@ class Timetable:
     order: tuple[int, ...] = ()
     fetches: dict[int, list[int]] = field(default_factory=dict)
     sent_bytes: int = 0
+    gone_s: dict[int, float] = field(default_factory=dict)
+    delays_s: tuple[float, ...] = ()
 
 
 def make_timetable(
@@ -124,6 +134,8 @@ def make_timetable(
             at: numbers[::-1] for at, numbers in _gather(fetches, [*uses.numbers[::-1], -1], sizes, least).items()
         },
         sent_bytes=sum(values[number].bytes for number in gone_s),
+        gone_s=gone_s,
+        delays_s=tuple(delay_s),
     )
 
 
