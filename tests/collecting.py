@@ -20,7 +20,7 @@ def collect_seldom() -> None:
     Compilers make objects by the hundred thousand, nearly all for good. To walk over them whenever there were a quarter
     more took 15% of the time of tests/compile. Tests that are about lifetimes collect by themselves.
     """
-    gc.set_threshold(10_000, 20, 50)
+    gc.set_threshold(50_000, 20, 50)
 
 
 @contextmanager

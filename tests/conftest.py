@@ -12,6 +12,7 @@ from tests.collecting import collect_new, collect_seldom
 from tests.guards import leave_guards_untimed
 from tests.pricing import little_overheads
 from tests.seeding import seed_only_what_is_here
+from tests.tracing import leave_compilers_untraced
 
 # Nothing here may depend on how quick the machine is, nor on luck: no time limits, and the same examples everywhere.
 # RECOLLECT_EXAMPLES says how many networks to make, and that they be new ones.
@@ -24,8 +25,14 @@ settings.load_profile("random" if os.environ.get("RECOLLECT_EXAMPLES") else "sam
 # The tensors here are tiny: a second thread only adds waiting (measured: 1.2 s instead of 10 ms for one test).
 torch.set_num_threads(1)
 
+# Processes that tests start inherit these. Kernels that Inductor writes are scalar: they read and write the same, each
+# compiles in half the time, and no process compiles four programs first to see which vectors the machine knows.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # the collector would run after each graph
+
 collect_seldom()
 seed_only_what_is_here()
+leave_compilers_untraced()
 
 collect_ignore = ["selective/kernels.py"]  # imports Triton; the tests that use it do so themselves
 
