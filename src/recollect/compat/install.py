@@ -174,31 +174,35 @@ def _replace(pairs: list[tuple[Any, Any]]) -> None:
 
 def _replace_in_living(pairs: list[tuple[Any, Any]]) -> None:
     instead = {id(old): new for old, new in pairs}
-    defaults: set[int] = set()
+    parts: list[Any] = []  # dictionaries of classes and defaults of functions: what has them is asked for, below
     for holder in gc.get_referrers(*(old for old, _ in pairs)):
-        if isinstance(holder, dict):
+        if isinstance(holder, tuple) or (isinstance(holder, dict) and _is_of_class(holder)):
+            parts.append(holder)
+        elif isinstance(holder, dict):
             _replace_values(holder, instead)
         elif isinstance(holder, functools.partial):
             new = instead.get(id(holder.func), holder.func)
             holder.__setstate__((new, holder.args, holder.keywords, vars(holder)))  # type: ignore[attr-defined]
         elif isinstance(holder, CellType):
             holder.cell_contents = instead[id(holder.cell_contents)]
-        elif isinstance(holder, tuple):
-            defaults.add(id(holder))
         elif hasattr(holder, "__dict__"):
             _replace_attributes(holder, instead)  # an object whose dictionary Python has not made yet
-    for one in gc.get_objects():
-        kind = type(one)  # a weak proxy must not be asked
-        if kind is FunctionType and id(one.__defaults__) in defaults:
-            one.__defaults__ = tuple(instead.get(id(value), value) for value in one.__defaults__)
+    defaults = {id(part) for part in parts}
+    for holder in gc.get_referrers(*parts) if parts else ():
+        kind = type(holder)  # a weak proxy must not be asked
+        if kind is FunctionType and id(holder.__defaults__) in defaults:
+            holder.__defaults__ = tuple(instead.get(id(value), value) for value in holder.__defaults__)
         elif issubclass(kind, type):
-            _replace_attributes(one, instead)
+            _replace_attributes(holder, instead)
+
+
+def _is_of_class(table: dict[Any, Any]) -> bool:
+    """Whether it is a class's. Python caches what it finds there and does not see changes: the class must be set."""
+    return "__module__" in table and "__doc__" in table
 
 
 def _replace_values(table: dict[Any, Any], instead: dict[int, Any]) -> None:
-    # Python caches what it finds in a class, and does not see changes of the dictionary: classes are set, below.
-    is_of_class = "__module__" in table and "__doc__" in table
-    if not is_of_class and not _is_ours(table):
+    if not _is_ours(table):
         for key in [key for key, value in table.items() if id(value) in instead]:
             table[key] = instead[id(table[key])]
 
