@@ -2,7 +2,8 @@
 
 Libraries choose their workspaces by version, device and shape, so that rules are good for steps that cannot be run here
 and off by a tenth of a peak where convolutions set it. The allocator knows: the most that was in use while an operator
-ran, less what is in use when it has returned. That is read once for each operator and kind of arguments.
+ran, less what is in use when it has returned. That is read twice for each operator and kind of arguments, and the less
+counts: whatever else happens while one of them runs is not the operator's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from recollect._core.operators import Operator
 
+_TIMES = 2
+
 Key = tuple[Any, ...]
 Read = Callable[[], tuple[int, int]]
 """Gives the bytes that are in use now, and the most since the last reset."""
@@ -23,8 +26,7 @@ Read = Callable[[], tuple[int, int]]
 class AllocationMeter:
     """Measures what operators take and give back while they run.
 
-    To measure, the allocator's peak is reset. So `peak_bytes` says what it was, and nobody else may ask for it. What
-    other threads allocate meanwhile counts as the operator's.
+    To measure, the allocator's peak is reset. So `peak_bytes` says what it was, and nobody else may ask for it.
 
     Args:
         read: see `Read`.
@@ -40,7 +42,7 @@ class AllocationMeter:
 
     def __init__(self, read: Read, reset: Callable[[], None]) -> None:
         self._read, self._reset = read, reset
-        self._known: dict[Key, int] = {}
+        self._known: dict[Key, list[int]] = {}
         self._most = 0
 
     @property
@@ -59,20 +61,21 @@ class AllocationMeter:
         if torch.backends.cudnn.benchmark and "convolution" in operator.name:
             return None  # the first call of each kind tries kernels, in memory that later ones do not take
         key = (operator.name, _sign(args), _sign(tuple(kwargs.values())))
-        if key not in self._known:
+        if len(self._known.get(key, ())) < _TIMES:
             self._most = max(self._most, self._read()[1])
             self._reset()
         return key
 
     def end(self, key: Key) -> int | None:
         """The operator has returned: what it took beside its results; None if the allocator does not tell."""
-        if key not in self._known:
+        found = self._known.setdefault(key, [])
+        if len(found) < _TIMES:
             now, most = self._read()
             if not now:
                 return None
             self._most = max(self._most, most)
-            self._known[key] = max(0, most - now)
-        return self._known[key]
+            found.append(max(0, most - now))
+        return min(found)
 
 
 def meter_on(device: torch.device) -> AllocationMeter | None:
