@@ -248,9 +248,9 @@ def test_levers_that_change_gradients_are_found_out(monkeypatch: pytest.MonkeyPa
 def test_gradients_with_levers_are_compared_without_a_profile_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     profiled: list[bool] = []
 
-    def count(self: Runner, **options: Any) -> recollect.Profile:
+    def count(self: Runner, optimizer: Any, **options: Any) -> recollect.Profile:
         profiled.append(options.get("is_timed", True))
-        return own(self, **options)
+        return own(self, optimizer, **options)
 
     own = Runner._profile
     monkeypatch.setattr(Runner, "_profile", count)
