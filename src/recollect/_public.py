@@ -36,7 +36,7 @@ from recollect._offload.offload import Offload, offload
 from recollect._offload.tiers import Tier
 from recollect._recompute.ambient import register_ambient
 from recollect._recompute.graph_rng import graph_rng
-from recollect._recompute.module_state import register_state
+from recollect._recompute.updates import register_state
 from recollect._recompute.values import ValueCheck
 
 __all__ = [

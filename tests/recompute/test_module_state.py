@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import recollect
 from recollect._core.reachable import find_modules
-from recollect._recompute.module_state import _learned
+from recollect._recompute.updates import _learned
 from tests.watching import backward
 
 

@@ -1,7 +1,7 @@
 """What the modules of a region held when forward ran, and their side effects, which happen once.
 
-A region's function is searched for modules (`search.py`). At entry their training flags, parameters and buffers are
-noted, by identity and version. For recomputation
+A region's function is searched for modules (`_core/reachable.py`). At entry their training flags, parameters and buffers
+are noted, by identity and version. For recomputation
 
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
@@ -9,10 +9,7 @@ noted, by identity and version. For recomputation
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
   its value at entry: recomputation reads what forward read, and what it writes is thrown away.
 
-Which buffers a class updates is learned: its first call, in each of training and evaluation mode, copies its buffers
-and looks which ones moved.
-BatchNorm and its kin write without moving the version, so they are listed here. Anything else, Python attributes
-included, can be registered with `register_state`.
+Which state that is, `updates.py` knows.
 """
 
 from __future__ import annotations
@@ -22,97 +19,31 @@ from contextlib import ExitStack
 from itertools import islice
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
-from recollect._core.registry import Registration, Registry
-from recollect._core.scope import current_run
-from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import ChangedWatch, address_of
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_tree import ModuleTree, find_watched
+from recollect._recompute.updates import (
+    States,
+    Trial,
+    copy_value,
+    declared,
+    find_learned,
+    has_moved,
+    learn,
+    rules_of,
+    version_of,
+)
 
 _MISSING, _ABSENT = object(), object()
 
-_declared: Registry[tuple[type, frozenset[str]]] = Registry()
-# Weakly by class, because parametrizations make a class per module; then by training mode.
-_learned: WeakKeyDictionary[type, dict[bool, frozenset[str]]] = WeakKeyDictionary()
-
-# Their statistics are written behind the version counter's back, and are not read while training.
-_WRITE_ONLY: dict[type, frozenset[str]] = {
-    kind: frozenset({"running_mean", "running_var", "num_batches_tracked"})
-    for kind in (
-        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-        *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
-        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-        *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
-    )
-}
-
-
-def register_state(module_class: type[nn.Module], *names: str) -> Registration:
-    """Say which attributes a module updates in its own forward, so that recomputation does not update them again.
-
-    Recomputation starts from the values at entry of the region and its own updates are thrown away. Buffers need no
-    registration if the class updates them at its first call or never; those it updates only now and then (every n-th
-    step) and Python attributes (a counter, a list of losses) do.
-
-    Args:
-        module_class: the class, subclasses included.
-        names: attributes: buffers, numbers, lists, dicts, sets; containers are copied one level deep.
-
-    Returns:
-        A registration; its `remove` ends it.
-
-    >>> import torch, recollect
-    >>> class Counted(torch.nn.Linear):
-    ...     calls = 0
-    ...     def forward(self, x):
-    ...         self.calls += 1
-    ...         return super().forward(x).sin()
-    >>> registration = recollect.register_state(Counted, "calls")
-    >>> layer = Counted(2, 2)
-    >>> recollect.checkpoint(layer)(torch.ones(1, 2)).sum().backward()
-    >>> layer.calls
-    1
-    >>> registration.remove()
-    """
-    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        message = f"register_state expects a subclass of torch.nn.Module, not {module_class!r}"
-        raise TypeError(message)
-    if not names or not all(isinstance(name, str) for name in names):
-        message = f"register_state({module_class.__name__}) needs attribute names, not {names!r}"
-        raise ValueError(message)
-    return _declared.add((module_class, frozenset(names)))
-
-
-def _rules_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Names a class updates after reading them, and names it only writes."""
-    none: frozenset[str] = frozenset()
-    updated = none.union(*(names for owner, names in _declared.items if issubclass(kind, owner)))
-    written = none.union(*(_WRITE_ONLY.get(base, none) for base in kind.__mro__))
-    return updated, written - updated
-
-
-def _version(tensor: Tensor) -> int | None:
-    try:
-        return tensor._version  # noqa: SLF001
-    except RuntimeError:  # an inference tensor has none
-        return None
-
 
 def _version_if(value: Any) -> int | None:
-    return _version(value) if isinstance(value, Tensor) else None
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        with torch.no_grad(), without_dispatch_modes():  # to copy is not to read: no watch is concerned
-            return value.detach().clone()
-    return value.copy() if isinstance(value, (list, dict, set)) else value
+    return version_of(value) if isinstance(value, Tensor) else None
 
 
 def _get(module: nn.Module, name: str) -> Any:
@@ -123,7 +54,7 @@ def _get(module: nn.Module, name: str) -> Any:
 def put_states(states: States) -> None:
     """During recomputation: set state as it stood after something that recomputation leaves out."""
     for module, name, value in states:
-        _set(module, name, _copy(value))
+        _set(module, name, copy_value(value))
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -140,18 +71,17 @@ def _layout(tensor: object) -> tuple[Any, Any]:
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
-_version_of = attrgetter("_version")
+_quick_version = attrgetter("_version")
 
-States = list[tuple[nn.Module, str, Any]]
 Mark = tuple[nn.Module, str, Any, int | None]
 Pair = tuple[nn.Module, dict[str, Any], str, "Tensor | None"]
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
     try:
-        return list(map(_version_of, tensors))
+        return list(map(_quick_version, tensors))
     except RuntimeError:  # an inference tensor among them
-        return list(map(_version, tensors))
+        return list(map(version_of, tensors))
 
 
 class ModuleState:
@@ -176,13 +106,13 @@ class ModuleState:
                 memory.tree = tree
         self._tree, self._roots = tree, roots
         self._training = tree.modes(roots)
-        self._loose = [(ref(tensor), _version(tensor)) for tensor in loose]
+        self._loose = [(ref(tensor), version_of(tensor)) for tensor in loose]
         self._state: States = []
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
         self.is_watching = False  # whether recomputation runs under a watch for changed tensors
         # What recomputation must find unchanged where it reads it, and the versions that show it.
         self._watched = tree.watched
-        if tree.buffers or _declared.items:
+        if tree.buffers or declared.items:
             exempt: set[int] = set()
             for module in tree.modules(roots):
                 self._note_state(module, exempt, exact=exact)
@@ -190,22 +120,22 @@ class ModuleState:
         self._versions = _versions(self._watched)
 
     def _note_state(self, module: nn.Module, exempt: set[int], *, exact: bool) -> None:
-        updated, written = _rules_of(type(module))
+        updated, written = rules_of(type(module))
         for name in updated:
-            self._state.append((module, name, _copy(_get(module, name))))
+            self._state.append((module, name, copy_value(_get(module, name))))
             exempt.add(id(_get(module, name)))
-        learned = _learned.get(type(module), {}).get(module.training)
+        learned = find_learned(module)
         for name, tensor in module._buffers.items():  # noqa: SLF001
             if tensor is None or name in updated:
                 continue
             if name in written and module.training:
-                self._state.append((module, name, _copy(tensor) if exact else _MISSING))
+                self._state.append((module, name, copy_value(tensor) if exact else _MISSING))
             elif learned is None:
                 if self._trial is None:
-                    self._trial = _Trial()
+                    self._trial = Trial()
                 self._trial.add(module, name, tensor)
             elif name in learned:
-                self._state.append((module, name, _copy(tensor)))
+                self._state.append((module, name, copy_value(tensor)))
             else:
                 continue
             exempt.add(id(tensor))
@@ -217,7 +147,7 @@ class ModuleState:
         if self._trial is None:
             return
         for module, name, tensor, version, copied in self._trial.conclude():
-            if _has_moved(module, name, tensor, version):
+            if has_moved(module, name, tensor, version):
                 self._state.append((module, name, copied))
             else:
                 self._watched = [*self._watched, tensor]  # not in place: the list may be the tree's
@@ -229,9 +159,8 @@ class ModuleState:
         versions = dict(zip(map(id, self._watched), self._versions, strict=True))
         for module in self._tree.modules(self._roots):
             for name, tensor in module._buffers.items():  # noqa: SLF001
-                if tensor is not None and _version(tensor) != versions.get(id(tensor), _version(tensor)):
-                    by_mode = _learned.setdefault(type(module), {})
-                    by_mode[module.training] = by_mode.get(module.training, frozenset()) | {name}
+                if tensor is not None and version_of(tensor) != versions.get(id(tensor), version_of(tensor)):
+                    learn(module, {name})
 
     def abandon(self) -> None:
         """The function has raised: leave no hook behind, learn nothing."""
@@ -260,13 +189,13 @@ class ModuleState:
     def moved(self, marks: list[Mark]) -> States:
         """What has moved since, with copies of it as it stands now."""
         return [
-            (module, name, _copy(now))
+            (module, name, copy_value(now))
             for module, name, value, version in marks
             for now in [_get(module, name)]
             if now is not value
             or not isinstance(now, Tensor)
-            or _version(now) != version
-            or name in _rules_of(type(module))[1]
+            or version_of(now) != version
+            or name in rules_of(type(module))[1]
         ]
 
     def moves_any(self, tensors: Iterable[Tensor]) -> bool:
@@ -306,7 +235,7 @@ class ModuleState:
             changed = [t for t, one, other in zip(self._watched, now, self._versions, strict=True) if one != other]
         for weak, version in self._loose:
             tensor = weak()
-            if tensor is not None and _version(tensor) != version:
+            if tensor is not None and version_of(tensor) != version:
                 changed.append(tensor)
         return changed
 
@@ -343,7 +272,7 @@ class ModuleState:
         on_trial = [] if self._trial is None else self._trial.states()
         for module, name, value in (*self._state, *on_trial):
             now = _get(module, name)
-            _set(module, name, _copy(now if value is _MISSING else value))
+            _set(module, name, copy_value(now if value is _MISSING else value))
             stack.callback(_set, module, name, now)
 
     def _name_changed(self, changed: list[Tensor]) -> list[tuple[Tensor, str]]:
@@ -362,56 +291,6 @@ class ModuleState:
             for tensor in changed
             if id(tensor) not in known
         ]
-
-
-class _Trial:
-    """The first call of a class: copies its buffers, and finds out which modules were called."""
-
-    __slots__ = ("_called", "_entries", "_handles")
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[nn.Module, str, Tensor, int | None, Tensor]] = []
-        self._called: set[int] = set()
-        self._handles: dict[int, Any] = {}
-
-    def add(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """Put one buffer on trial."""
-        self._entries.append((module, name, tensor, _version(tensor), _copy(tensor)))
-        if id(module) not in self._handles:
-            called, run = self._called, current_run()
-
-            def note(called_module: nn.Module, _: Any) -> None:
-                if current_run() is run:  # a backward inside the function may recompute others, on copies of buffers
-                    called.add(id(called_module))
-
-            self._handles[id(module)] = module.register_forward_pre_hook(note)
-
-    def names(self) -> list[tuple[nn.Module, str]]:
-        """The buffers on trial."""
-        return [(module, name) for module, name, *_ in self._entries]
-
-    def states(self) -> States:
-        """The buffers on trial as they stood at entry."""
-        return [(module, name, copied) for module, name, _, _, copied in self._entries]
-
-    def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
-        """Learn from the modules that were called; gives all entries."""
-        self.end()
-        for module, name, tensor, version, _ in self._entries:
-            if id(module) in self._called:
-                by_mode = _learned.setdefault(type(module), {})
-                moved = {name} if _has_moved(module, name, tensor, version) else set()
-                by_mode[module.training] = by_mode.get(module.training, frozenset()) | moved
-        return self._entries
-
-    def end(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles.values():
-            handle.remove()
-
-
-def _has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
-    return module._buffers.get(name) is not tensor or _version(tensor) != version  # noqa: SLF001
 
 
 def _put_back(table: dict[str, Any], name: str, ours: Tensor | None, theirs: Any) -> None:

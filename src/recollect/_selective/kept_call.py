@@ -24,9 +24,9 @@ from recollect._core.places import Place
 from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, without_dispatch_modes
 from recollect._core.torch_private.pytree import Spec, flatten, unflatten
-from recollect._recompute.module_state import States as ModuleStates
 from recollect._recompute.module_state import put_states
 from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
+from recollect._recompute.updates import States as ModuleStates
 from recollect._recompute.values import digest
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -1,0 +1,158 @@
+"""Which state a module updates in its own forward: declared by the user, listed here, or learned.
+
+What a class updates is learned at its first call, in each of training and evaluation mode: its buffers are copied, and
+those that moved are its own. BatchNorm and its kin write without moving the version, so they are listed. Anything
+else, Python attributes included, can be declared with `register_state`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from recollect._core.registry import Registration, Registry
+from recollect._core.scope import current_run
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+
+States = list[tuple[nn.Module, str, Any]]
+"""Modules, names of their attributes, and what those are or were."""
+
+declared: Registry[tuple[type, frozenset[str]]] = Registry()
+"""What `register_state` was told: classes, and the attributes that they update."""
+
+# Weakly by class, because parametrizations make a class per module; then by training mode.
+_learned: WeakKeyDictionary[type, dict[bool, frozenset[str]]] = WeakKeyDictionary()
+
+# Their statistics are written behind the version counter's back, and are not read while training.
+_WRITE_ONLY: dict[type, frozenset[str]] = {
+    kind: frozenset({"running_mean", "running_var", "num_batches_tracked"})
+    for kind in (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
+    )
+}
+
+
+def register_state(module_class: type[nn.Module], *names: str) -> Registration:
+    """Say which attributes a module updates in its own forward, so that recomputation does not update them again.
+
+    Recomputation starts from the values at entry of the region and its own updates are thrown away. Buffers need no
+    registration if the class updates them at its first call or never; those it updates only now and then (every n-th
+    step) and Python attributes (a counter, a list of losses) do.
+
+    Args:
+        module_class: the class, subclasses included.
+        names: attributes: buffers, numbers, lists, dicts, sets; containers are copied one level deep.
+
+    Returns:
+        A registration; its `remove` ends it.
+
+    >>> import torch, recollect
+    >>> class Counted(torch.nn.Linear):
+    ...     calls = 0
+    ...     def forward(self, x):
+    ...         self.calls += 1
+    ...         return super().forward(x).sin()
+    >>> registration = recollect.register_state(Counted, "calls")
+    >>> layer = Counted(2, 2)
+    >>> recollect.checkpoint(layer)(torch.ones(1, 2)).sum().backward()
+    >>> layer.calls
+    1
+    >>> registration.remove()
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        message = f"register_state expects a subclass of torch.nn.Module, not {module_class!r}"
+        raise TypeError(message)
+    if not names or not all(isinstance(name, str) for name in names):
+        message = f"register_state({module_class.__name__}) needs attribute names, not {names!r}"
+        raise ValueError(message)
+    return declared.add((module_class, frozenset(names)))
+
+
+def rules_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Names a class updates after reading them, and names it only writes."""
+    none: frozenset[str] = frozenset()
+    updated = none.union(*(names for owner, names in declared.items if issubclass(kind, owner)))
+    written = none.union(*(_WRITE_ONLY.get(base, none) for base in kind.__mro__))
+    return updated, written - updated
+
+
+def find_learned(module: nn.Module) -> frozenset[str] | None:
+    """The buffers that modules of its class update in its mode; None if none was called yet."""
+    return _learned.get(type(module), {}).get(module.training)
+
+
+def learn(module: nn.Module, names: set[str]) -> None:
+    """Modules of this class update these buffers, too, in the mode that it is in."""
+    by_mode = _learned.setdefault(type(module), {})
+    by_mode[module.training] = by_mode.get(module.training, frozenset()) | names
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """A tensor's version; None for an inference tensor, which has none."""
+    try:
+        return tensor._version  # noqa: SLF001
+    except RuntimeError:
+        return None
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a tensor or a collection, one level deep; others as they are."""
+    if isinstance(value, Tensor):
+        with torch.no_grad(), without_dispatch_modes():  # to copy is not to read: no watch is concerned
+            return value.detach().clone()
+    return value.copy() if isinstance(value, (list, dict, set)) else value
+
+
+class Trial:
+    """The first call of a class: copies its buffers, and finds out which modules were called."""
+
+    __slots__ = ("_called", "_entries", "_handles")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[nn.Module, str, Tensor, int | None, Tensor]] = []
+        self._called: set[int] = set()
+        self._handles: dict[int, Any] = {}
+
+    def add(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Put one buffer on trial."""
+        self._entries.append((module, name, tensor, version_of(tensor), copy_value(tensor)))
+        if id(module) not in self._handles:
+            called, run = self._called, current_run()
+
+            def note(called_module: nn.Module, _: Any) -> None:
+                if current_run() is run:  # a backward inside the function may recompute others, on copies of buffers
+                    called.add(id(called_module))
+
+            self._handles[id(module)] = module.register_forward_pre_hook(note)
+
+    def names(self) -> list[tuple[nn.Module, str]]:
+        """The buffers on trial."""
+        return [(module, name) for module, name, *_ in self._entries]
+
+    def states(self) -> States:
+        """The buffers on trial as they stood at entry."""
+        return [(module, name, copied) for module, name, _, _, copied in self._entries]
+
+    def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
+        """Learn from the modules that were called; gives all entries."""
+        self.end()
+        for module, name, tensor, version, _ in self._entries:
+            if id(module) in self._called:
+                learn(module, {name} if has_moved(module, name, tensor, version) else set())
+        return self._entries
+
+    def end(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+
+
+def has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
+    """Whether a buffer was replaced, or written into, since it had this version."""
+    return module._buffers.get(name) is not tensor or version_of(tensor) != version  # noqa: SLF001
