@@ -1,0 +1,47 @@
+"""Modules are found where a function keeps what it uses, by whichever way."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from recollect._core.reachable import find_modules
+
+elsewhere = nn.Linear(2, 2)
+scale, Alias = 2.0, nn.Linear
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor, factor: float = 2.0, *_: Any) -> Tensor:
+        return x * factor * scale * isinstance(self, Alias)
+
+
+class NamingAGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = elsewhere(x)
+        return out
+
+
+class WithADefault(nn.Module):
+    def forward(self, x: Tensor, layer: nn.Module = elsewhere) -> Tensor:
+        out: Tensor = layer(x)
+        return out
+
+
+class WithAKeywordDefault(nn.Module):
+    def forward(self, x: Tensor, *, layers: tuple[nn.Module, ...] = (elsewhere,)) -> Tensor:
+        out: Tensor = layers[0](x)
+        return out
+
+
+def test_a_plain_forward_leads_to_its_module_alone() -> None:
+    module = Plain()
+    assert find_modules(module.forward, ()) == ([module], [])
+
+
+@pytest.mark.parametrize("kind", [NamingAGlobal, WithADefault, WithAKeywordDefault])
+def test_a_forward_leads_to_what_it_names_and_to_its_defaults(kind: type[nn.Module]) -> None:
+    module = kind()
+    found, tensors = find_modules(module.forward, ())
+    assert {id(one) for one in found} == {id(module), id(elsewhere)}
+    assert not tensors
