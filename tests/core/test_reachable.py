@@ -45,3 +45,19 @@ def test_a_forward_leads_to_what_it_names_and_to_its_defaults(kind: type[nn.Modu
     found, tensors = find_modules(module.forward, ())
     assert {id(one) for one in found} == {id(module), id(elsewhere)}
     assert not tensors
+
+
+def name_a_global(x: Tensor) -> Tensor:
+    out: Tensor = elsewhere(x)
+    return out
+
+
+class CallingAFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return name_a_global(x)
+
+
+def test_a_forward_leads_to_what_functions_that_it_names_lead_to() -> None:
+    module = CallingAFunction()
+    found, _ = find_modules(module.forward, ())
+    assert {id(one) for one in found} == {id(module), id(elsewhere)}

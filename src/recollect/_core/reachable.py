@@ -12,6 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
+from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 _MOST_PARTS = 128
 _MOST_PARTS_OF_STEP = 4096
 _DEEPEST = 5  # functions that call each other, objects in each other
-_INERT = frozenset({type(None), type, ModuleType, BuiltinFunctionType, str, bytes, int, float, bool, torch.dtype})
+_INERT = frozenset(
+    {type(None), type, ModuleType, BuiltinFunctionType, Logger, str, bytes, int, float, bool, torch.dtype}
+)
 _NOT_SEARCHED = ("torch.", "recollect.")
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
@@ -72,14 +75,18 @@ def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[n
     return modules, tensors
 
 
-def _holds_nothing(fn: Callable[..., Any]) -> bool:
-    """Whether this is a plain function that closes over nothing, and whose defaults and globals hold nothing."""
-    if type(fn) is not FunctionType or fn.__closure__ or fn.__kwdefaults__ or fn.__dict__:
+def _holds_nothing(fn: Callable[..., Any], depth: int = 2) -> bool:
+    """Whether this is a plain function whose defaults and globals hold nothing, nor do the functions among them."""
+    if type(fn) is not FunctionType or fn.__closure__ or fn.__dict__:
         return False
-    names, defaults = _globals_of(fn.__code__), fn.__defaults__
-    if names and not _INERT.issuperset(map(type, map(fn.__globals__.get, names))):
-        return False
-    return not defaults or _INERT.issuperset(map(type, defaults))
+    parts = list(map(fn.__globals__.get, _globals_of(fn.__code__)))
+    if fn.__defaults__:
+        parts += fn.__defaults__
+    if fn.__kwdefaults__:
+        parts += fn.__kwdefaults__.values()
+    if _INERT.issuperset(map(type, parts)):
+        return True
+    return depth > 0 and all(_holds_nothing(part, depth - 1) for part in parts if type(part) not in _INERT)
 
 
 def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor]) -> None:
