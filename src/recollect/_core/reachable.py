@@ -75,7 +75,7 @@ def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[n
     return modules, tensors
 
 
-def _holds_nothing(fn: Callable[..., Any], depth: int = 2) -> bool:
+def _holds_nothing(fn: Any, depth: int = 2) -> bool:
     """Whether this is a plain function whose defaults and globals hold nothing, nor do the functions among them."""
     if type(fn) is not FunctionType or fn.__closure__ or fn.__dict__:
         return False

@@ -1,7 +1,7 @@
 """What the modules of a region held when forward ran, and their side effects, which happen once.
 
-A region's function is searched for modules (`_core/reachable.py`). At entry their training flags, parameters and buffers
-are noted, by identity and version. For recomputation
+A region's function is searched for modules (`_core/reachable.py`). At entry their training flags, parameters and
+buffers are noted, by identity and version. For recomputation
 
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;

@@ -36,14 +36,17 @@ def _meet_nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return op(*args, **kwargs)
 
 
-_PAUSED: tuple[frozenset[Any], Meet] = (frozenset(), _meet_nothing)
+_Handler = tuple[frozenset[int], Meet]
+"""Operators by their ids, which are hashed in C, and who meets them."""
+
+_PAUSED: _Handler = (frozenset(), _meet_nothing)
 
 
 class _Handlers(threading.local):
     """Per thread: who meets which operators, the innermost last."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[frozenset[Any], Meet]] = []
+        self.entered: list[_Handler] = []
 
 
 class _Kernels:
@@ -75,13 +78,15 @@ class _Kernels:
 
 
 def _kernel_of(op: OpOverload, handlers: _Handlers) -> Callable[..., Any]:
+    own = id(op)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _exclude(KEY, True)  # noqa: FBT003
         try:
             entered = handlers.entered
             if entered:
-                ops, meet = entered[-1]
-                if op in ops:
+                met, meet = entered[-1]
+                if own in met:
                     return meet(op, args, kwargs)
             return op(*args, **kwargs)
         finally:
@@ -109,7 +114,7 @@ class Interception:
     def enter(self) -> None:
         """Switch it on."""
         _kernels.ensure(self._ops)
-        _kernels.handlers.entered.append((self._ops, self._meet))
+        _kernels.handlers.entered.append((frozenset(map(id, self._ops)), self._meet))
         _include(KEY, True)  # noqa: FBT003
 
     def leave(self) -> None:
