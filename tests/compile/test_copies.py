@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import recollect
 from recollect import policies
-from recollect._compile.copies import copy_cheap_values
+from recollect._compile.copies import _Copying, copy_cheap_values
 from tests.compile.graphs import Block, transformer
 from tests.compile.test_ordering import measure_peak
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -74,6 +76,34 @@ def test_a_graph_without_regions_has_no_copies() -> None:
     backend = aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module), partition_fn=cut)
     run(model, torch.compile(model, backend=backend), x)
     assert cut.added == 0
+
+
+def test_a_graph_of_several_regions_has_no_copies() -> None:
+    """There torch makes nothing twice either, and each copy would be one more kernel."""
+    model, x, cut = transformer(layers=2), torch.randn(2, 8, 16), Cut()
+    backend = aot_autograd(
+        fw_compiler=lambda module, _: make_boxed_func(module), partition_fn=cut, decompositions=select_decomp_table()
+    )
+    first, second = (recollect.checkpoint(layer) for layer in model.children())
+    run(model, torch.compile(lambda x: second(first(x)), backend=backend), x)
+    assert any("mul" in op for op in cut.read[0])
+    assert cut.added == 0
+
+
+def test_copies_wait_for_the_product_before_their_use_unless_others_before_them_do() -> None:
+    graph = fx.Graph()
+    kept, tangent = graph.placeholder("kept"), graph.placeholder("tangents_1")
+    view = graph.call_function(aten.t.default, (kept,))
+    sine = graph.call_function(aten.sin.default, (view,))
+    cosine = graph.call_function(aten.cos.default, (sine,))
+    product = graph.call_function(aten.mm.default, (tangent, tangent))
+    result = graph.call_function(aten.mul.Tensor, (product, cosine))
+    graph.output(result)
+    copying = _Copying(graph, {tangent, product, result}, {view, sine, cosine})
+    copying.run()
+    assert [node.target for node in copying.made] == [aten.t.default, aten.sin.default, aten.cos.default]
+    assert [(node.target, product_) for node, product_ in copying.waits().items()] == [(aten.sin.default, product)]
+    assert not cosine.users
 
 
 def train(call: Any, x: Tensor) -> None:
