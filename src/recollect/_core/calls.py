@@ -127,6 +127,7 @@ class OpCall:
             number are one call there; None if nobody knows.
         entered: the outermost module that was called anew between the call of forward before this one and this one, and
             that makes both; None if there is none. So two calls of a module in a row are told apart.
+        is_scripted: whether it is made by code that calls functions of TorchScript, whose calls cannot be replayed.
     """
 
     op: str
@@ -152,6 +153,7 @@ class OpCall:
     forward: int | None = None
     within: int | None = None
     entered: str | None = None
+    is_scripted: bool = False
 
     @property
     def reads(self) -> frozenset[int]:

@@ -57,13 +57,29 @@ def calling_instruction(depth: int) -> tuple[int, int]:
     Functions of torch that are written in Python, such as those of ``torch.nn.functional``, are looked through, but for
     attention, whose calls count for themselves.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
+    frame = _calling_frame(sys._getframe(depth + 1))  # noqa: SLF001
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+
+
+def uses_torchscript(depth: int) -> bool:
+    """Whether the same function knows functions of TorchScript by name: nobody sees the calls of torch inside of them.
+
+    Those that it reaches otherwise, as attributes of something, are not found.
+    """
+    frame = _calling_frame(sys._getframe(depth + 1))  # noqa: SLF001
+    if frame is None:
+        return False
+    known = frame.f_globals
+    return any(isinstance(known.get(name), torch.jit.ScriptFunction) for name in frame.f_code.co_names)
+
+
+def _calling_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         code = frame.f_code
         if code in CODES or is_a_layers(code.co_filename) or is_of_user(code, frame.f_globals):
-            return id(frame), frame.f_lasti
+            return frame
         frame = frame.f_back
-    return 0, 0
+    return None
 
 
 class Places:

@@ -237,6 +237,7 @@ def _make_calls(
                 forward=forward,
                 within=raw.within,
                 entered=raw.entered,
+                is_scripted=raw.is_scripted,
             )
         )
     return tuple(calls)

@@ -23,6 +23,7 @@ class RawCall:
         "entered",
         "flops",
         "inputs",
+        "is_scripted",
         "leaf",
         "module",
         "operator",
@@ -55,6 +56,7 @@ class RawCall:
     run: object
     within: int | None
     entered: str | None
+    is_scripted: bool
     workspace_bytes: int
 
 
