@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 import recollect
 from recollect import Decision, Site, policies
@@ -189,6 +190,39 @@ def test_selective_recomputes_all_of_two_bare_convolutions() -> None:
 )
 def test_selective_keeps_every_convolution_only_where_more_is_saved_anyway(part: nn.Module, keeps_all: bool) -> None:
     policy = parse_choices(policy="selective").suited(nn.Sequential(nn.Conv2d(4, 4, 1), part)).policy
+    assert kept_calls(policy, "aten.convolution.default") == ([0, 1, 2, 3, 4, 5] if keeps_all else [2, 4])
+
+
+class Functional(nn.Module):
+    """Calls functions, by an alias and by name, where others have modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.gelu = nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.gelu(nn.functional.silu(self.norm(self.conv(x))))
+        return result
+
+
+class WithoutNorm(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.gelu(nn.functional.relu(self.conv(x)))
+        return result
+
+
+class TwoCalls(WithoutNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return silu(self.conv(silu(x)))
+
+
+@pytest.mark.parametrize(("block", "keeps_all"), [(Functional, True), (WithoutNorm, False), (TwoCalls, True)])
+def test_selective_counts_functions_as_it_counts_modules(block: type[nn.Module], keeps_all: bool) -> None:
+    policy = parse_choices(policy="selective").suited(block()).policy
     assert kept_calls(policy, "aten.convolution.default") == ([0, 1, 2, 3, 4, 5] if keeps_all else [2, 4])
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import distributed, nn
 
 from recollect._apply.elsewhere import Elsewhere, Sending, parse_elsewhere
+from recollect._apply.forwards import functions_in
 from recollect._core.patterns import nearest, quote_all
 from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._offload.offload import Offload, TierLike
 from recollect._policy.base import Policy, PolicyLike, as_policy
-from recollect._policy.presets import ReadyMade, Tally, selective
+from recollect._policy.presets import ReadyMade, Tally, is_telling, selective
 from recollect._policy.rules import save_nothing
 from recollect._recompute.match import Check, Matcher
 from recollect._recompute.region import Region
@@ -63,7 +64,7 @@ class Choices:
             return self
         # Of parametrizations only the results matter: a weight norm says nothing about activations.
         parts = [part for path, part in module.named_modules() if "parametrizations" not in path.split(".")]
-        return replace(self, policy=self.policy.suited(type(part).__name__ for part in parts if _is_layer(part)))
+        return replace(self, policy=self.policy.suited(name for part in parts for name in _names_in(part)))
 
     @property
     def tally(self) -> Tally | None:
@@ -71,9 +72,13 @@ class Choices:
         return self.policy.tally if isinstance(self.policy, ReadyMade) else None
 
 
-def _is_layer(module: nn.Module) -> bool:
-    """Whether it has parameters of its own, or no parts."""
-    return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
+def _names_in(part: nn.Module) -> Iterator[str]:
+    """What a part of a module does, in names: its class, if that is a layer's; if not, the functions it names."""
+    is_layer = next(part.children(), None) is None or next(part.parameters(recurse=False), None) is not None
+    if is_layer and is_telling(type(part).__name__):
+        yield type(part).__name__
+    else:
+        yield from functions_in(part)
 
 
 _WEIGHED = frozenset({"aten.convolution.default", "aten.mm.default", "aten.addmm.default"})

@@ -53,7 +53,7 @@ class ReadyMade(Policy):
     tally: Tally = field(default_factory=Tally, compare=False)
 
     def suited(self, names: Iterable[str]) -> ReadyMade:
-        """The same for a region of which the classes of its modules are known, or its operators; one tally for both."""
+        """The same for a region of which the classes of its layers are known, or its operators; one tally for both."""
         if self.word != "selective":
             return self
         counts = Counter(kind for name in names if (found := _KINDS.search(_plain(name))) and (kind := found.lastgroup))
@@ -78,6 +78,15 @@ _KINDS = re.compile(
     r"|(?P<product>linear|addmm|(?<!b)mm)"
 )
 _ENOUGH = 2  # holders, see below
+
+
+def is_telling(name: str) -> bool:
+    """Whether the name of a layer, function or operator tells what "selective" looks for.
+
+    >>> is_telling("BatchNorm2d"), is_telling("silu"), is_telling("Attention")
+    (True, True, False)
+    """
+    return _KINDS.search(_plain(name)) is not None
 
 
 def selective(tally: Tally | None = None, *, holds_little: bool = False, has_one_product: bool = False) -> ReadyMade:
