@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils import checkpoint as theirs  # torch's own, to compare with
 
 import recollect
@@ -363,6 +364,36 @@ POLICIES: list[tuple[Any, dict[str, int]]] = [
 )
 def test_each_policy_of_the_catalogue_decides_operator_by_operator(inputs: Any, policy: Any, expected: Any) -> None:
     assert counted(recollect.checkpoint(mix, policy=policy, name="mixed"), inputs) == expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.save_every(MM, 2),
+        policies.save_every(MM, 2, start=1),
+        policies.save_if(lambda site: site.op == "aten.mm.default" and site.call == 1),
+    ],
+    ids=name_of,
+)
+def test_what_is_left_of_an_attempt_to_take_a_product_apart_is_no_call(inputs: Any, policy: Any) -> None:
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs]
+    step = run_compiled(recollect.checkpoint(mix, policy=policy), low, decompositions=select_decomp_table())
+    assert step.graphs.count("mm") == {"mm": 5}
+
+
+def test_a_function_of_calls_is_not_asked_about_what_is_left_of_such_an_attempt(inputs: Any) -> None:
+    asked: list[Any] = []
+
+    def decide(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs]
+    region = functools.partial(
+        compat.checkpoint, mix, context_fn=functools.partial(compat.create_selective_checkpoint_contexts, decide)
+    )
+    run_compiled(functools.partial(region, use_reentrant=False), low, decompositions=select_decomp_table())
+    assert asked.count(MM) == asked.count(SIN) * 2
 
 
 @pytest.mark.parametrize(

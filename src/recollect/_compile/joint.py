@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from recollect._compile.numbering import Numbering, original_of
 from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Storage, Value
-from recollect._core.operators import Operator, count_flops, operator_of
+from recollect._core.operators import count_flops, operator_of
 from recollect._core.patterns import plain_path
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import BLOCKS, REGION
@@ -59,7 +59,7 @@ def read_joint(module: fx.GraphModule, *, in_forward: Collection[str] = ()) -> J
         module: AOTAutograd's joint graph.
         in_forward: names of nodes that are forward's whatever they look like, as a partitioner may have it.
     """
-    reading = _Reading()
+    reading = _Reading(numbering=Numbering([node for node in module.graph.nodes if node.op == "call_function"]))
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             reading.add_input(node)
@@ -99,14 +99,12 @@ def _written(node: fx.Node) -> list[int]:
 class _Reading:
     """What has been read so far."""
 
+    numbering: Numbering
     sizes: list[Storage] = field(default_factory=list)
     calls: list[tuple[fx.Node, OpCall]] = field(default_factory=list)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     in_backward: set[fx.Node] = field(default_factory=set)
     chosen: set[fx.Node] = field(default_factory=set)
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    last: tuple[Any, ...] = ()
-    pieces: int = 0
 
     def add_input(self, node: fx.Node) -> None:
         given = "tangents" in str(node.target)
@@ -128,10 +126,10 @@ class _Reading:
         written = [storage for at in _written(node) for storage in self._argument(node, at)]
         self.values[node] = self._results(node)
         outputs = _leaves(self.values[node])
-        original = operator_of(node.meta.get("original_aten") or node.target)
+        original = operator_of(original_of(node))
         region = str(node.meta.get(REGION, ""))
         phase = Phase.BACKWARD if node in self.in_backward else Phase.FORWARD
-        number, first_output = self._count(node, region, original, len(outputs))
+        number, first_output = self.numbering.number(node, region, len(outputs))
         call = OpCall(
             op=original.name,
             phase=phase,
@@ -153,18 +151,6 @@ class _Reading:
         if call.is_routing:
             self.chosen.add(node)
         self.calls.append((node, call))
-
-    def _count(self, node: fx.Node, region: str, original: Operator, outputs: int) -> tuple[int, int]:
-        """Which call of its operator a node is, and the number of its first output.
-
-        What an operator was taken apart into counts as one call of it, and its pieces as outputs.
-        """
-        mark = (region, original.name, node.meta.get("seq_nr"), node.meta.get("stack_trace"))
-        if mark != self.last or original.name == operator_of(node.target).name:
-            self.counts[region, original.name] += 1
-            self.pieces = 0
-        first, self.last, self.pieces = self.pieces, mark, self.pieces + outputs
-        return self.counts[region, original.name] - 1, first
 
     def _follows_choice(self, node: fx.Node, outputs: list[Value]) -> bool:
         """Whether whole numbers or truths are counted out of routing results."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +25,11 @@ from torch.utils._pytree import tree_map
 from recollect._compile.inductor import arrange_backward
 from recollect._compile.joint import hint, module_path, modules_around
 from recollect._compile.nested import is_nested
+from recollect._compile.numbering import Numbering, original_of
 from recollect._compile.offloading import mark_offloaded
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import CompileError
 from recollect._core.operators import Operator, count_flops, operator_of
-from recollect._core.torch_private.ops import canonical
 from recollect._core.torch_private.partitioner import BLOCKS, DECISION, EXPORTED, REGION, VALUES, CheckpointPolicy
 from recollect._core.torch_private.schemas import HigherOrderOperator
 from recollect._policy.base import CallPolicy, Policy
@@ -142,16 +141,17 @@ class _Tagger:
 
     def __init__(self, region: str, policy: Policy | None, added: list[Node]) -> None:
         self._region, self._policy = region, policy
-        self._calls: Counter[str] = Counter()
+        self._numbering = Numbering(added)
         self._chosen: set[Node] = set()
         self.words: set[str] = set()
-        self._last: tuple[Any, ...] = ()
         self._root = _common_path(added)
         for node in reversed(added):
             _pass_name_on(node)
 
     def choose(self, node: Node) -> tuple[CheckpointPolicy, Decision]:
         """What torch's partitioner is told, and what that is in our words."""
+        if self._numbering.is_given_up(node):
+            return CheckpointPolicy.PREFER_RECOMPUTE, Decision.RECOMPUTE
         if isinstance(self._policy, CallPolicy):
             choice = self._ask_of_call(self._policy, node)
             return choice, Decision.RECOMPUTE if choice in _RECOMPUTE else Decision.SAVE
@@ -165,9 +165,8 @@ class _Tagger:
         if node.target is operator.getitem and isinstance(node.args[0], Node):
             shared: CheckpointPolicy = node.args[0].meta.get("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
             return shared
-        func = canonical(node.meta.get("original_aten") or node.target)
         args, kwargs = _values_of(node)
-        answer = policy.judge_call(func, args, kwargs, node.meta["val"])
+        answer = policy.judge_call(original_of(node), args, kwargs, node.meta["val"])
         return CheckpointPolicy.PREFER_RECOMPUTE if answer is None else answer
 
     def decide(self, node: Node) -> Decision:
@@ -233,13 +232,8 @@ class _Tagger:
         return path.removeprefix(self._root).lstrip(".") if path.startswith(self._root) else path
 
     def _site(self, node: Node) -> Site:
-        original = canonical(node.meta.get("original_aten") or node.target)
-        op = operator_of(original)
-        # What an operator was taken apart into counts as one call of it.
-        same = (original, node.meta.get("seq_nr"), node.meta.get("stack_trace"))
-        if same != self._last or original is node.target:
-            self._calls[op.name] += 1
-        self._last = same
+        op = operator_of(original_of(node))
+        number, _ = self._numbering.number(node, "", 1)
         is_routing = op.is_routing or self._follows_choice(node)
         if is_routing:
             self._chosen.add(node)
@@ -251,7 +245,7 @@ class _Tagger:
         return Site(
             region=self._region,
             op=op.name,
-            call=self._calls[op.name] - 1,
+            call=number,
             module=self._path(node),
             scopes=tuple(node.meta.get(BLOCKS, ())),
             shape=shape,

@@ -22,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 
 from recollect._compile.dynamo import read_options
+from recollect._compile.numbering import original_of
 from recollect._compile.tags import nodes_since, tag_since
 from recollect._core.torch_private.capturing import capture_calls, value_of
-from recollect._core.torch_private.ops import canonical
 from recollect._policy.base import Policy
 
 Divide = Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
@@ -140,7 +140,7 @@ class Added:
         """The operator that each comes from, and the example of what it gives."""
         start, self._last = self._last, _last(self._graph)
         nodes = nodes_since(self._graph, start)
-        return [(canonical(node.meta.get("original_aten") or node.target), node.meta["val"]) for node in nodes]
+        return [(original_of(node), node.meta["val"]) for node in nodes]
 
 
 def _last(graph: Graph) -> Node | None:
