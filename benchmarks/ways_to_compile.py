@@ -164,7 +164,7 @@ def more_of_ours(ops: Ops, blocks: int) -> list[Candidate]:
     }
     matmuls = linears("attention.*", "mlp.*")
     plans = {
-        **{f"within {share:.0%}": within(share) for share in (0.4, 0.6, 0.5, 0.75)},
+        **{f"within {share:.0%}": within(share) for share in (0.47, 0.18, 0.38, 0.75)},
         "plan mm+sdpa": planned(*attention, *matmuls),
         "plan sdpa+out": planned(*attention, *linears("attention.out")),
         "plan mm+sdpa, rest torch's": cut_by(*attention, *matmuls),

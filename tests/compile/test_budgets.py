@@ -66,8 +66,9 @@ def test_a_budget_is_met_pointwise_values_go_first_and_gradients_stay(plain: Com
         assert peak_of(one.partition.simulation) <= peak_of(whole) * share
         assert all(torch.equal(a, b) for a, b in zip(one.gradients, plain.gradients, strict=True))
     few, many = (one.partition for one in found)
+    forward = few.profile.calls[: few.profile.forward_count]
     assert few.simulation.recomputed_calls
-    assert {few.profile.calls[number].flops for number in few.simulation.recomputed_calls} == {0}
+    assert few.simulation.recomputed_flops < 0.2 * sum(call.flops for call in forward)
     assert seconds_of(few) < seconds_of(many)
 
 
@@ -86,7 +87,7 @@ def test_in_the_time_of_torchs_knob_the_peak_is_lower() -> None:
 def test_what_cannot_fit_is_refused_with_the_smallest_peak() -> None:
     model, x = make()
     with pytest.raises(
-        Exception, match=r"no choice of values fits 1.00 KiB: the smallest peak of this graph is .* before"
+        Exception, match=r"no choice of values fits 1.00 KiB: the smallest peak of this graph is .*, of which"
     ) as error:
         run_within("1KiB", model, x)
     cause: BaseException | None = error.value

@@ -48,6 +48,7 @@ def test_a_graph_with_one_product_is_left_alone() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.kernels
 def test_under_inductor_a_step_stays_within_its_budget() -> None:
     pytest.importorskip("scipy")
     from tests.compile.graphs import transformer
@@ -72,13 +73,14 @@ def test_under_inductor_a_step_stays_within_its_budget() -> None:
         return measure_peak(step), found[0]
 
     with fresh_cache(), inductor_config.patch(compile_threads=1):
-        _, whole = peak_of("fastest")
+        plain, whole = peak_of("fastest")
         held, most = whole.simulation.held_bytes, whole.simulation.peak_bytes
         budget = held + int(0.65 * (most - held))
         measured, found = peak_of(budget)
     predicted = found.simulation.peak_bytes - held
     assert measured <= budget - held
-    assert measured == pytest.approx(predicted, rel=0.06)
+    assert 0.8 * predicted <= measured <= predicted  # it does not know what is written over what it was made from
+    assert plain == pytest.approx(most - held, rel=0.05)
 
 
 def measure_peak(step: object) -> int:

@@ -51,8 +51,8 @@ def _arranging(cut: Any) -> Any:
     def cut_and_arrange(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = cut(*args, **options)
         if any(map(_is_recomputed, backward.graph.nodes)):
-            copy_cheap_values(backward)
-            keep_order(backward)
+            copies = copy_cheap_values(backward)
+            keep_order(backward, alone=not copies)
         return forward, backward
 
     setattr(cut_and_arrange, REGION, True)

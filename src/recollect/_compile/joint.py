@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from recollect._compile.numbering import Numbering, original_of
-from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Storage, Value
+from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
 from recollect._core.operators import count_flops, operator_of
 from recollect._core.patterns import plain_path
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import BLOCKS, REGION
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.torch_private.schemas import HigherOrderOperator, OpOverload
+from recollect._plan.fusing import find_saved
 
 _UNKNOWN_SIZE = 4096  # of a dimension that nobody knows before the step runs; torch's partitioner takes the same
 # Recomputed branches gave wrong gradients on Inductor; tokens order effects.
@@ -173,7 +174,7 @@ class _Reading:
         ]
         profile = Profile(storages=tuple(self.sizes), calls=tuple(calls))
         return Joint(
-            replace(profile, saved=tuple(_saved(profile))),
+            replace(profile, saved=tuple(find_saved(profile))),
             [node for node, _ in ordered],
             {node: self.storages_of(node) for node in self.values},
         )
@@ -214,17 +215,6 @@ class _Reading:
             return _value(tensor, known[address])
 
         return _map(val, place)
-
-
-def _saved(profile: Profile) -> Iterator[Saved]:
-    """What plain autograd keeps: each storage of forward, and each input, that backward reads."""
-    makers = {made.storage: made.call for made in profile.made() if made.call < profile.forward_count}
-    seen: set[int] = set()
-    for number in range(profile.forward_count, len(profile.calls)):
-        for storage in sorted(profile.calls[number].reads - seen):
-            seen.add(storage)
-            if storage in makers:
-                yield Saved(storage=storage, by=makers[storage], reader=number)
 
 
 def _aliased_argument(node: fx.Node) -> fx.Node | None:

@@ -14,6 +14,7 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import fx
@@ -22,9 +23,16 @@ from torch._C import DispatchKey
 from recollect._core.operators import operator_of
 from recollect._core.torch_private.schemas import OpOverload
 
+_ALONE = "recollect_waits_alone"
 
-def keep_order(backward: fx.GraphModule) -> int:
-    """Let the operators with kernels of their own run in the order in which they stand; gives how many are told so."""
+
+def keep_order(backward: fx.GraphModule, *, alone: bool = True) -> int:
+    """Let the operators with kernels of their own run in the order in which they stand; gives how many are told so.
+
+    Args:
+        backward: the graph.
+        alone: as in `wait_for`.
+    """
     waits: dict[fx.Node, fx.Node] = {}
     before: fx.Node | None = None
     for node in backward.graph.nodes:
@@ -33,27 +41,60 @@ def keep_order(backward: fx.GraphModule) -> int:
         if before is not None and before not in node.all_input_nodes:
             waits[node] = before
         before = node
-    wait_for(backward, waits)
+    wait_for(backward, waits, alone=alone)
     return len(waits)
 
 
-def wait_for(module: fx.GraphModule, waits: dict[fx.Node, fx.Node]) -> None:
-    """Let each of these nodes run after another, which stands before it."""
+def wait_for(module: fx.GraphModule, waits: dict[fx.Node, fx.Node], *, alone: bool = False) -> None:
+    """Let each of these nodes run after another, which stands before it.
+
+    Args:
+        module: holds them.
+        waits: for each node, the one before it.
+        alone: whether what is computed for a node as its argument need not wait with it.
+    """
     from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
     if waits:
         _mend(control_deps)
+        others = set(module.graph.find_nodes(op="call_function", target=control_deps))
         preserve_node_ordering(module.graph, {node: OrderedSet([before]) for node, before in waits.items()})
+        for node in module.graph.find_nodes(op="call_function", target=control_deps):
+            if node not in others:
+                node.meta[_ALONE] = alone
         module.recompile()
 
 
 def _mend(control_deps: Any) -> None:
     """Let it be cached; in torch 2.11 it also has no way to run, on fake tensors neither, where gradients are on."""
+    from torch._inductor.lowering import lowerings
+
     control_deps._cacheable = True
+    if not hasattr(lowerings[control_deps], _ALONE):
+        lowerings[control_deps] = _lowering(lowerings[control_deps])
     for key in (DispatchKey.CompositeExplicitAutograd, DispatchKey.Autograd):
         if key not in control_deps.py_kernels:
             control_deps.py_impl(key)(_run)
+
+
+def _lowering(lower: Any) -> Any:
+    """Inductor lets all wait that it writes for such a node, and it writes an argument when it is first asked for."""
+
+    @functools.wraps(lower)
+    def lower_alone(waits_for: Any, subgraph: Any, *args: Any) -> Any:
+        from torch._inductor.ir import IRNode
+        from torch._inductor.virtualized import V
+
+        current: Any = V.graph
+        if current.current_node.meta.get(_ALONE):
+            for argument in args:
+                if isinstance(argument, IRNode):
+                    argument.realize()
+        return lower(waits_for, subgraph, *args)
+
+    setattr(lower_alone, _ALONE, True)
+    return lower_alone
 
 
 def _run(_waits_for: Any, subgraph: Any, *args: Any) -> Any:

@@ -35,6 +35,7 @@ from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION, CheckpointPolicy
 from recollect._plan.budget import parse_budget
+from recollect._plan.fusing import fuse
 from recollect._plan.graphs import plan_within
 from recollect._plan.simulate import Simulation, simulate
 from recollect._plan.solvers.highs import import_scipy
@@ -53,7 +54,7 @@ class Partition:
     Attributes:
         profile: what the step does; calls that backward runs again are in it once.
         kept: the storages that forward keeps for backward.
-        simulation: bytes and recomputation, as the emitted graphs have them before any fusion.
+        simulation: bytes and recomputation of the emitted graphs, without what a compiler fuses away.
         plan: what the plan, the policy or the planner decided here, value by value.
     """
 
@@ -150,8 +151,8 @@ def partitioner(
         budget: the most bytes that each graph may have in use at a time in forward and backward, its inputs included
             (parameters, buffers, the batch), in place of `plan`: a number, text like ``"4GiB"``, or ``"min"`` for the
             smallest peak. What to keep is solved for the whole graph, at a compiler's costs: what is recomputed
-            pointwise is fused and nearly free. Bytes are counted before fusion, and 5% are kept free where that is
-            possible, for what fusion adds. Needs scipy.
+            pointwise is fused and nearly free. Which values will be fused is told before the graph is compiled, so 5%
+            are kept free where that is possible. Needs scipy.
         report: called with each partition when a graph is compiled.
 
     Returns:
@@ -320,7 +321,8 @@ def _judge(gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan) 
     assert isinstance(results, Sequence)
     passed = (origin(node) for node in results[count:] if isinstance(node, fx.Node))
     kept = frozenset(storage for node in passed if node is not None for storage in joint.storages[node])
-    return Partition(profile=joint.profile, kept=kept, simulation=simulate(joint.profile, kept), plan=plan)
+    fused, _ = fuse(joint.profile, kept)
+    return Partition(profile=joint.profile, kept=kept, simulation=simulate(fused, kept), plan=plan)
 
 
 def _decides(plan: Plan) -> bool:

@@ -1,11 +1,11 @@
 """Which values a compiled step keeps within a budget: the whole graph at once, at a compiler's costs.
 
-A compiler fuses what is recomputed pointwise into the kernel that reads it, so that it costs next to nothing and what
-is worth keeping are products, attention, reductions and whatever else has a kernel of its own. With a price for bytes
-the choice is a minimum cut, which HiGHS solves for graphs of thousands of nodes. A cut does not see when memory comes
-and goes: kept or not, recomputation that runs through several blocks at once needs all of their values. So cuts are
-tried with and without the *waists* of the forward pass forced to be kept, the few values that all of the rest depends
-on, and `simulate` judges them. It does not know which nodes will really be fused, and judges bytes before fusion.
+A compiler fuses what is pointwise into the kernel that reads it. What never reaches memory (`fusing.py`) takes none and
+is never kept: keeping it would cost the writing. With a price for bytes the choice among the rest is a minimum cut,
+which HiGHS solves for graphs of thousands of nodes. A cut does not see when memory comes and goes: kept or not,
+recomputation that runs through several blocks at once needs all of their values. So cuts are tried with and without the
+*waists* of the forward pass forced to be kept, the few values that all of the rest depends on, and `simulate` judges
+them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 from recollect._plan.budget import FASTEST, Budget
+from recollect._plan.fusing import fuse, is_pointwise, is_view
 from recollect._plan.problem import Problem, Run
 from recollect._plan.simulate import Simulation, Simulator
 from recollect._plan.solvers.keep_sets import Program
 from recollect._plan.waists import find_waists
 
 _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts is how many operations weigh a byte
-_FUSED = 0.05  # of the time that a pointwise kernel of its own would take
+_FUSED = 0.05  # of the time that a pointwise kernel of its own would take, if its result is written nowhere
 _BISECTIONS = 10
+_STRIDES = (1, 2)  # through a transformer's narrow places: every second one lies between two blocks
 _MARGIN = (
     0.05  # of what a step may take beyond its inputs: measured peaks of Inductor were up to 5% above the simulated
 )
-_REDUCING = ("mean", "sum", "var", "std", "amax", "amin", "norm", "prod", "argmax", "argmin", "logsumexp", "softmax")
-_APART = ("sort", "topk", "scatter", "index_put", "cumsum", "cumprod", "bernoulli", "rand", "nonzero", "unique", "all_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class KeepSet:
 
     Attributes:
         kept: the storages.
-        peak_bytes: the most bytes in use at a time, before fusion, the graph's inputs included.
+        peak_bytes: the most bytes in use at a time, the graph's inputs included, as far as can be told before it is
+            compiled.
         recomputed_s: what making the rest again costs, as far as can be told.
         simulation: all of it.
     """
@@ -57,13 +58,19 @@ def find_keep_set(profile: Profile, budget_bytes: int | None) -> KeepSet:
 
     Where nothing fits, it is the one with the smallest peak, too: whoever asks must look.
     """
-    priced = replace(profile, calls=tuple(replace(call, seconds=price(call)) for call in profile.calls))
+    fused, gone = fuse(profile)
+    calls = (replace(call, seconds=price(call, is_written=gone.isdisjoint(_made_by(call)))) for call in fused.calls)
+    priced = replace(fused, calls=tuple(calls))
     best: KeepSet | None = None
     for found in _list_keep_sets(priced, budget_bytes):
         if best is None or _rank(found, budget_bytes) < _rank(best, budget_bytes):
             best = found
     assert best is not None
-    return best
+    return replace(best, kept=best.kept - gone)
+
+
+def _made_by(call: OpCall) -> Iterator[int]:
+    return (value.storage for value in call.outputs)
 
 
 def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
@@ -82,7 +89,7 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
             held = format_bytes(found.simulation.held_bytes)
             message = (
                 f"no choice of values fits {format_bytes(budget.bytes)}: the smallest peak of this graph is "
-                f"{format_bytes(found.peak_bytes)} before fusion, of which {held} are its inputs.\n"
+                f"{format_bytes(found.peak_bytes)}, of which {held} are its inputs.\n"
                 "Raise the budget, or shrink the batch"
             )
             raise BudgetError(message, found.peak_bytes)
@@ -106,28 +113,28 @@ def _write(profile: Profile, kept: frozenset[int]) -> Iterator[Choice]:
             yield Choice.at(profile.calls[made.call].site(made.output), decision)
 
 
-def price(call: OpCall) -> float:
+def price(call: OpCall, *, is_written: bool = False) -> float:
     """What a call costs in seconds if a compiler makes it again in backward.
+
+    Args:
+        call: which.
+        is_written: whether what it gives is written to memory, even if it is pointwise.
 
     >>> from recollect._core.calls import Value
     >>> x, y = Value(storage=0, shape=(1000,), bytes=4000), Value(storage=1, shape=(1000,), bytes=4000)
-    >>> price(OpCall(op="aten.mul.Tensor", inputs=(x,), outputs=(y,))) < price(
-    ...     OpCall(op="aten.cumsum.default", inputs=(x,), outputs=(y,))
-    ... )
+    >>> mul = OpCall(op="aten.mul.Tensor", inputs=(x,), outputs=(y,))
+    >>> price(mul) < price(mul, is_written=True)
     True
     >>> price(OpCall(op="aten.view.default", inputs=(x,), outputs=(x,)))
     0.0
     """
-    read = {value.storage for value in call.inputs}
-    if all(value.storage in read for value in call.outputs) and not call.writes:
+    if is_view(call):
         return 0.0
-    moved = sum(value.bytes for value in call.outputs)
-    name = call.op.split(".")[1] if call.op.count(".") > 1 else call.op
-    if call.flops:
-        return max(call.flops / _FLOPS_PER_S, (moved + sum(value.bytes for value in call.inputs)) / _BYTES_PER_S)
-    if any(word in name for word in (*_REDUCING, *_APART)) or call.is_routing or call.is_random:
-        return (moved + sum(value.bytes for value in call.inputs)) / _BYTES_PER_S
-    return _FUSED * moved / _BYTES_PER_S
+    made = sum(value.bytes for value in call.outputs)
+    moved = made + sum(value.bytes for value in call.inputs)
+    if is_pointwise(call) and not is_written:
+        return _FUSED * made / _BYTES_PER_S
+    return max(call.flops / _FLOPS_PER_S, moved / _BYTES_PER_S)
 
 
 def _rank(found: KeepSet, budget_bytes: int | None) -> tuple[float, float]:
@@ -143,7 +150,8 @@ def _list_keep_sets(profile: Profile, budget_bytes: int | None) -> Iterator[Keep
     always = _find_always(profile)
     plain = _judge(simulator, problem, run.needs | always)
     yield plain
-    for there in dict.fromkeys((always, always.union(*find_waists(problem, run)))):
+    places = _list_places(problem, run)
+    for there in dict.fromkeys((always, *(always.union(*places[::stride]) for stride in _STRIDES))):
         program = Program(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
         small, large = _judge(simulator, problem, program.keep_at(high) | there), plain
@@ -190,6 +198,18 @@ def _find_always(profile: Profile) -> frozenset[int]:
         for storage, number in made.items()
         if profile.calls[number].runs_once or profile.storages[storage].lifetime is Lifetime.RETURNED
     )
+
+
+def _list_places(problem: Problem, run: Run) -> list[frozenset[int]]:
+    """What crosses each narrow place of forward, without what takes no memory."""
+    found: list[frozenset[int]] = []
+    for waist in find_waists(problem, run):
+        crossing = frozenset(storage for storage in waist if problem.sizes[storage])
+        if found and not found[-1].isdisjoint(crossing):
+            found[-1] |= crossing  # the same place, a few calls on
+        else:
+            found.append(crossing)
+    return found
 
 
 def _find_highest(problem: Problem) -> float:
