@@ -68,7 +68,9 @@ def test_a_budget_is_met_pointwise_values_go_first_and_gradients_stay(plain: Com
     few, many = (one.partition for one in found)
     forward = few.profile.calls[: few.profile.forward_count]
     assert few.simulation.recomputed_calls
-    assert few.simulation.recomputed_flops < 0.2 * sum(call.flops for call in forward)
+    # Products of this width take as long as what is pointwise, so that some run again.
+    assert few.simulation.recomputed_flops <= 0.25 * sum(call.flops for call in forward)
+    assert few.simulation.recomputed_flops < 0.5 * many.simulation.recomputed_flops
     assert seconds_of(few) < seconds_of(many)
 
 
