@@ -79,7 +79,7 @@ def test_under_inductor_a_step_stays_within_its_budget() -> None:
         measured, found = peak_of(budget)
     predicted = found.simulation.peak_bytes - held
     assert measured <= budget - held
-    assert 0.8 * predicted <= measured <= predicted  # it does not know what is written over what it was made from
+    assert 0.95 * predicted <= measured <= predicted
     assert plain == pytest.approx(most - held, rel=0.05)
 
 

@@ -25,7 +25,8 @@ from recollect._compile.partition import Partition, partitioner
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION
-from recollect._plan.simulate import Simulation, Simulator
+from recollect._plan.fusing import fuse
+from recollect._plan.simulate import Simulation, simulate
 from tests.compile.graphs import NOTHING, Compiled, mlp, run_compiled, run_cut, run_inductor, run_plain, transformer
 from tests.trying import try_all
 
@@ -418,7 +419,8 @@ def test_a_planner_sees_what_the_step_does_and_its_plan_is_carried_out() -> None
         made = [one for one in profile.made() if one.storage in saved]
         largest = max(made, key=lambda one: profile.storages[one.storage].bytes)
         kept = saved - {largest.storage}
-        predicted.append(Simulator(profile).run(kept).backward_peak_bytes)
+        fused, _ = fuse(profile, kept)
+        predicted.append(simulate(fused, kept).backward_peak_bytes)
         return Plan(
             choices=tuple(
                 Choice.at(profile.calls[one.call].site(one.output), SAVE if one.storage in kept else RECOMPUTE)

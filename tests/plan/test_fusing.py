@@ -78,3 +78,18 @@ def test_what_is_random_or_written_into_is_written() -> None:
     drawn = OpCall(op="aten.mul.Tensor", inputs=(value(1),), outputs=(value(2),), is_random=True)
     changed = OpCall(op="aten.mul_.Tensor", inputs=(value(2),), outputs=(value(2),), writes=(2,))
     assert fuse(step(PRODUCT, drawn, changed, call("mul", [value(2)], value(3), phase=Phase.BACKWARD)))[1] == set()
+
+
+def test_gradients_take_the_place_of_what_nobody_reads_any_more() -> None:
+    backward = Phase.BACKWARD
+    seen = step(
+        PRODUCT,
+        call("mm", [WEIGHT], value(2), flops=100),
+        call("mul", [value(1), value(2)], value(3), phase=backward),
+        call("mm", [value(3), value(2)], value(4), flops=100, phase=backward),
+        call("mul", [value(4)], value(5, width=1), phase=backward),
+        call("mm", [value(5, width=1)], value(6), flops=100, phase=backward),
+    )
+    fused, _ = fuse(seen)
+    assert [[one.storage for one in fused.calls[at].outputs] for at in (2, 4)] == [[1], [5]]
+    assert {one.storage for one in fused.calls[3].inputs} == {1, 2}

@@ -3,7 +3,8 @@
 A pointwise value that no product, convolution or attention reads is written to memory only if that is worth it: it is
 not where all who read it come before the next of these, nor where it can be made from no more bytes than it has. Its
 readers then read what it is made of. So a log-softmax in float32 takes nothing beside the logits in bfloat16, a norm
-nothing beside its input, while the sums of a residual stream stay.
+nothing beside its input, while the sums of a residual stream stay. In backward what is written pointwise takes the
+place of something as large that nobody reads any more: the gradients of logits that of the logits.
 
 This is a guess at what Inductor does, made before it runs: its own limits on the size of kernels are not in it.
 """
@@ -11,10 +12,10 @@ This is a guess at what Inductor does, made before it runs: its own limits on th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Value
+from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.profiles import Profile
 
 _REDUCING = ("mean", "sum", "var", "std", "amax", "amin", "norm", "prod", "argmax", "argmin", "logsumexp", "softmax")
@@ -34,8 +35,33 @@ def fuse(profile: Profile, kept: Collection[int] = ()) -> tuple[Profile, frozens
     storages = tuple(
         replace(storage, bytes=0) if number in gone else storage for number, storage in enumerate(profile.storages)
     )
-    found = replace(profile, storages=storages, calls=calls, saved=())
+    found = replace(profile, storages=storages, calls=_write_in_place(storages, calls), saved=())
     return replace(found, saved=tuple(find_saved(found))), gone
+
+
+def _write_in_place(storages: Sequence[Storage], calls: Sequence[OpCall]) -> tuple[OpCall, ...]:
+    """Let calls of backward write into what they are the last to read, if it is as large as what they give."""
+    last = {storage: number for number, call in enumerate(calls) for storage in call.reads}
+    place: dict[int, int] = {}
+    found = []
+    for number, call in enumerate(calls):
+        made = {value.storage for value in call.outputs} - call.reads
+        if call.phase is Phase.BACKWARD and len(made) == 1 and is_pointwise(call):
+            (own,) = made
+            if storages[own].bytes and storages[own].lifetime is Lifetime.VALUE:
+                free = (place.get(at, at) for at in sorted(call.reads) if last[at] == number)
+                fits = (at for at in free if _is_same_size(storages[at], storages[own]))
+                place[own] = next(fits, own)
+        found.append(replace(call, inputs=_move(call.inputs, place), outputs=_move(call.outputs, place)))
+    return tuple(found)
+
+
+def _is_same_size(one: Storage, other: Storage) -> bool:
+    return one.bytes == other.bytes and one.lifetime is other.lifetime
+
+
+def _move(values: tuple[Value, ...], place: dict[int, int]) -> tuple[Value, ...]:
+    return tuple(replace(value, storage=place[value.storage]) if value.storage in place else value for value in values)
 
 
 def find_saved(profile: Profile) -> Iterator[Saved]:
