@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recollect._core.torch_private.ambient import function_mode_depth, without_function_modes
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.values import Evidence
 
@@ -28,17 +27,6 @@ def read_meta(tensor: Tensor) -> Meta:
     except RuntimeError:  # a layout without a shape (nested tensors of the old kind)
         return (None, tensor.dtype, tensor.device, 0)
     return meta
-
-
-def read_metas(tensors: list[Tensor]) -> list[Meta]:
-    """The metadata of several; torch-function modes do not see it."""
-    if function_mode_depth():
-        with without_function_modes():
-            return list(map(read_meta, tensors))
-    try:
-        return list(map(quick_meta, tensors))
-    except RuntimeError:  # a layout without a shape among them
-        return list(map(read_meta, tensors))
 
 
 def observe(tensor: Tensor, evidence: Evidence | None, log: OpLog | None) -> None:

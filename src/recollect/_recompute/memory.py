@@ -24,16 +24,14 @@ class Memory:
         knowledge: what its calls under a policy have taught; of the room above, which checks that it still holds.
         preserved: the kinds of generator to read at a call where it may find them: Python's and NumPy's only at the
             first calls, because to read them takes 100 µs, and later if one of those moved them.
-        collects: whether a recomputation may be compared with forward when it has ended (`rerun.Collector`).
         looks: how many of the first calls are still to come.
     """
 
-    __slots__ = ("_moved", "collects", "knowledge", "looks", "preserved", "tree")
+    __slots__ = ("_moved", "knowledge", "looks", "preserved", "tree")
 
     def __init__(self) -> None:
         self.tree: ModuleTree | None = None
         self.knowledge: Any = None
-        self.collects = True
         self.looks, self.preserved, self._moved = _LOOKS, _AT_FIRST, _NONE
 
     def note_moved(self, kinds: frozenset[str]) -> None:
