@@ -5,9 +5,10 @@ kernels anew, and fuses pointwise ones that read the same memory, however far ap
 were made together, and a step planned for 5.25 MB took 7.42. So each product, convolution and attention of backward is
 told to wait for the one before it. What lies between two of them may be fused as before.
 
-Private names: the operator `control_deps` of Inductor's passes and `preserve_node_ordering`, which wraps nodes in it.
-Inductor's cache passes graphs with that operator by, because it is meant to be inserted after the cache was asked. All
-that it does stands in the graph, so it is marked as cacheable.
+Private names: the operator `control_deps` of Inductor's passes, `preserve_node_ordering`, which wraps nodes in it, and
+how Inductor lowers it (``lowerings``, `IRNode.realize`). Inductor's cache passes graphs with that operator by, because
+it is meant to be inserted after the cache was asked. All that it does stands in the graph, so it is marked as
+cacheable. Whether arguments wait does not stand there: it follows from the graph.
 Would be replaced by: a public way to say that one operator of a graph is to run after another.
 Run on: torch 2.11, 2.13.
 """

@@ -154,6 +154,5 @@ class _Fusing:
         readers = [number for number in self._readers.get(storage, ()) if not is_view(calls[number])]
         if not readers or any(has_kernel(calls[number]) for number in readers):
             return False
-        is_near = self._kernels[readers[-1]] == self._kernels[maker]
-        is_near &= calls[maker].phase is calls[readers[-1]].phase or calls[maker].phase is not Phase.FORWARD
+        is_near = self._kernels[readers[-1]] == self._kernels[maker] and calls[maker].phase is calls[readers[-1]].phase
         return is_near or sum(value.bytes for value in sources) <= self.profile.storages[storage].bytes
