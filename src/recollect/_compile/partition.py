@@ -151,7 +151,7 @@ def partitioner(
         budget: the most bytes that each graph may have in use at a time in forward and backward, its inputs included
             (parameters, buffers, the batch), in place of `plan`: a number, text like ``"4GiB"``, or ``"min"`` for the
             smallest peak. What to keep is solved for the whole graph, at a compiler's costs: what is recomputed
-            pointwise is fused and nearly free. What will be fused is foreseen before the graph is compiled, and 2% are
+            pointwise is fused and nearly free. What will be fused is foreseen before the graph is compiled, and 5% are
             kept free where that is possible. Needs scipy.
         report: called with each partition when a graph is compiled.
 

@@ -19,7 +19,20 @@ from recollect._core.calls import Lifetime, OpCall, Phase, Saved, Storage, Value
 from recollect._core.profiles import Profile
 
 _REDUCING = ("mean", "sum", "var", "std", "amax", "amin", "norm", "prod", "argmax", "argmin", "logsumexp", "softmax")
-_APART = ("sort", "topk", "scatter", "index_put", "cumsum", "cumprod", "bernoulli", "rand", "nonzero", "unique", "all_")
+_APART = (
+    "embedding",
+    "sort",
+    "topk",
+    "scatter",
+    "index_put",
+    "cumsum",
+    "cumprod",
+    "bernoulli",
+    "rand",
+    "nonzero",
+    "unique",
+    "all_",
+)
 
 
 def fuse(profile: Profile, kept: Collection[int] = ()) -> tuple[Profile, frozenset[int]]:
