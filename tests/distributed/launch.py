@@ -16,8 +16,8 @@ How to use it: write a function at the top level of a test module and hand it to
 * An exception on a rank fails the test with that rank's traceback; so does a rank that dies, or that is not back within
   `limit_s` (with what it was doing). Expect exceptions *inside* the function, with ``pytest.raises``.
 * The processes stay: one pair serves the whole test session, function after function, because starting one costs
-  seconds. Before each function the seed is 0 and warnings are errors; after it, process groups that it made are
-  destroyed and the ranks meet at a barrier. A function must undo whatever else it changes in its process. After any
+  seconds. Before each function the seed is 0 and warnings are errors; after it, the ranks meet at a barrier and
+  process groups that the function made are destroyed. A function must undo whatever else it changes in its process. After any
   failure the processes are killed and `run` starts new ones.
 * Other sizes: ``with Ranks(4) as ranks: ...``, in a fixture of your own with the widest scope that fits.
 """
@@ -239,8 +239,9 @@ def _answer(call: bytes) -> bytes:
             leave_guards_untimed()
             function, args = pickle.loads(call)
             result = pickle.dumps((True, function(*args)))
-            _check_and_reset()
+            _check()
             _meet()
+            _end_groups()
             return result
     except BaseException:  # an exit is a failure too
         return pickle.dumps((False, f"raised:\n{traceback.format_exc()}"))
@@ -253,9 +254,13 @@ def _meet() -> None:
     assert len(set(counts)) == 1, f"ranks have made different numbers of process groups: {counts}"
 
 
-def _check_and_reset() -> None:
+def _check() -> None:
     assert distributed.is_initialized(), "the function destroyed the default process group"
     assert torch.is_grad_enabled(), "the function left grad mode off"
+
+
+def _end_groups() -> None:
+    """Only after all ranks have met: to end a group closes connections that a slower rank may still be making."""
     for group in list(_world().pg_map):
         if group is not distributed.group.WORLD:
             distributed.destroy_process_group(group)
