@@ -17,8 +17,8 @@ How to use it: write a function at the top level of a test module and hand it to
   `limit_s` (with what it was doing). Expect exceptions *inside* the function, with ``pytest.raises``.
 * The processes stay: one pair serves the whole test session, function after function, because starting one costs
   seconds. Before each function the seed is 0 and warnings are errors; after it, the ranks meet at a barrier and
-  process groups that the function made are destroyed. A function must undo whatever else it changes in its process. After any
-  failure the processes are killed and `run` starts new ones.
+  process groups that the function made are destroyed. A function must undo whatever else it changes in its process.
+  After any failure the processes are killed and `run` starts new ones.
 * Other sizes: ``with Ranks(4) as ranks: ...``, in a fixture of your own with the widest scope that fits.
 """
 
