@@ -19,6 +19,10 @@ from recollect._plan.problem import Problem
 from recollect._plan.recipes import list_away
 from recollect._plan.segments import find_chains, find_last_modules
 from recollect._plan.treatments import Way
+from recollect._plan.write import write_choices, write_regions
+from recollect._recompute.frame import Frame
+from recollect._selective.program import Bound, Program
+from recollect._selective.way import SelectiveWay
 from tests.models import GPT, MoE, UNet, ViT
 from tests.timing import with_fixed_times
 
@@ -224,16 +228,16 @@ def test_whole_modules_go_to_the_host_where_that_is_allowed_and_gradients_stay()
     assert all(are_equal(expected, one) for one in found)
 
 
-@pytest.mark.parametrize("way", ["rerun", "serve"])
-def test_regions_send_their_inputs_and_what_they_keep_to_disk_and_gradients_stay(way: str) -> None:
+@pytest.mark.parametrize("way", ["rerun", "serve", "replay"])
+def test_regions_send_their_inputs_or_what_they_keep_to_disk_and_gradients_stay(way: str) -> None:
     torch.manual_seed(0)
     model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
     regions = tuple(
         PlannedRegion(path=f"layers.{at}", kind=type(layer).__name__, way=way, tier="disk", keeps="addmm")
         for at, layer in enumerate(model.layers)
     )
-    products = Choice(decision=Decision.SAVE, op="aten.addmm.default")
-    plan = Plan(regions=regions, choices=(products,) if way == "serve" else ())
+    products = Choice(decision=Decision.OFFLOAD if way == "replay" else Decision.SAVE, op="aten.addmm.default")
+    plan = Plan(regions=regions, choices=(products,) if way != "rerun" else ())
     assert f"{way} from disk" in str(plan)
     expected = gradients(model, inputs)
     with recollect.apply(model, Plan.from_json(plan.to_json())) as handle:
@@ -242,7 +246,64 @@ def test_regions_send_their_inputs_and_what_they_keep_to_disk_and_gradients_stay
         block = 16 * 64 * 64 * 4  # bytes of a layer's input; products are larger
         report = handle.report()  # what the link is too slow for, or is needed at once, stays
         assert report.out_bytes + report.stayed_bytes >= len(regions) * block * (1 if way == "rerun" else 3)
+        assert ("recomputed by replaying" in str(recollect.explain(handle))) is (way == "replay")
     assert all(are_equal(expected, one) for one in found)
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_replays_send_just_the_values_that_their_plan_says(monkeypatch: pytest.MonkeyPatch, is_cast: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = GPT(width=64, layers=2, dropout=0.1), (torch.randint(0, 32, (16, 64)),)
+    sent: dict[str, list[int]] = {}
+
+    def note(self: SelectiveWay, frame: Frame, program: Program, bound: Bound) -> None:
+        sizes = [bound.held[number].untyped_storage().nbytes() for number in program.sent]
+        sent.setdefault(frame.name, sizes)
+        replay(self, frame, program, bound)
+
+    replay = SelectiveWay._replay
+    monkeypatch.setattr(SelectiveWay, "_replay", note)
+
+    def step(model: nn.Module, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+            loss: Tensor = model(*inputs).float().square().mean()
+        return loss
+
+    def train() -> list[Tensor | None]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        step(model, *inputs).backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    seen = with_fixed_times(recollect.profile(step, model, *inputs))
+    work = work_for(seen, 2e10)
+    expected = train()
+    points = [point for point in work.frontier().candidates if any(option.sent for _, option in point.choice)]
+    assert points
+    for point in points[:: max(1, len(points) // 3)]:
+        regions = tuple(write_regions(work.problem, point.choice, "disk"))
+        plan = Plan(regions=regions, choices=tuple(write_choices(work.problem, point.choice)))
+        sent.clear()
+        with recollect.apply(model, Plan.from_json(plan.to_json())):
+            found = [train() for _ in range(3)]
+        assert all(are_equal(expected, one) for one in found)
+        planned = {region.path: region.offloaded_bytes for region in regions if region.way == "replay"}
+        assert {path: sum(sizes) for path, sizes in sent.items()} == planned
+
+
+def test_single_values_that_replays_send_beat_whole_modules_at_small_budgets() -> None:
+    with torch.device("meta"):
+        model, tokens = GPT(width=1024, layers=8, dropout=0.0), torch.zeros(8, 2048, dtype=torch.long)
+    frontier = work_for(recollect.profile(model, tokens, dry=True, device="H200"), 5e10).frontier()
+    sends = [any(option.sent for _, option in point.choice) for point in frontier.points]
+    assert any(sends)
+    best = frontier.points[sends.index(True)]
+    whole = [
+        point.step_s
+        for point in frontier.candidates
+        if point.peak_bytes <= best.peak_bytes and not any(option.sent for _, option in point.choice)
+    ]
+    assert all(best.step_s < one for one in whole)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
@@ -265,7 +326,7 @@ def test_with_a_link_candidates_mark_the_begin_of_backward_and_send_evenly() -> 
     blocks = [f"layers.{number}" for number in range(4)]
     for choice in list_away(problem, chain):
         assert [segment.path for segment, _ in choice] == blocks
-        assert all(option.is_away for _, option in choice)
+        assert all(option.sends for _, option in choice)
     sent = [
         {segment.path for segment, option in point.choice if option.way is Way.OFFLOAD}
         for point in work_for(seen, 1e12).frontier().candidates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from weakref import ref
 
@@ -15,8 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import recollect
 from recollect import Decision, Site
-from recollect._offload.offload import Offload, make_offload
-from recollect._selective import kept_calls
+from recollect._offload.offload import Offload, deciding_for, make_offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:offloading to .* makes each step wait")  # such small steps do
 
@@ -28,11 +27,11 @@ OFFLOADERS: dict[str, Callable[[], Offload]] = {
 
 
 @pytest.fixture(params=OFFLOADERS)
-def away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Offload:
+def away(request: pytest.FixtureRequest) -> Iterator[Offload]:
     """Where policies offload to in this test."""
     made = OFFLOADERS[request.param]()
-    monkeypatch.setattr(kept_calls, "offload_decided", lambda: made)
-    return made
+    with deciding_for(made):
+        yield made
 
 
 def offload_products(site: Site) -> Decision:
@@ -219,7 +218,7 @@ def test_explain_says_what_is_offloaded() -> None:
     told = " ".join(str(recollect.explain(region)).split())
     assert "offloaded by offload_products" in told
     assert "of these offloaded: 1 value, 2.00 KiB" in told
-    assert "it has no program: it offloads some of what it keeps" in told
+    assert "recomputed by replaying what backward asks for, from 1 kept result" in told
 
 
 @pytest.mark.parametrize("name", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])

@@ -196,12 +196,12 @@ def find_passing(chosen: Chosen, targets: Iterable[Target]) -> list[SentForward]
 
     For plans, which have one offload, and count on it: see `recollect._plan.passing`.
     """
-    away = [rule.away for _, rule in chosen if rule.away is not None]
+    away = find_away(chosen)
     if not away:
         return []
     known = {"", *(target.name for target, _ in chosen)}
-    beside = {target.name.rpartition(".")[0] for target, rule in chosen if rule.away is not None}
-    regions = (target for target, rule in chosen if rule.away is None)
+    beside = {target.name.rpartition(".")[0] for target, rule in chosen if rule.sends}
+    regions = (target for target, rule in chosen if not rule.sends)
     blocks = (
         target
         for target in targets

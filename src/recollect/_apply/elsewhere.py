@@ -23,13 +23,17 @@ class Elsewhere:
     Attributes:
         to: a tier, for which all regions of a thread share one offload, or an offload of the caller's own.
         takes_inputs: whether arguments go there; if not, only what a policy offloads does.
+        shared: what sends values to that tier, in place of the offload of the thread; a plan has one for its step.
     """
 
     to: TierLike | Offload
     takes_inputs: bool
+    shared: Offload | None = None
 
     def offload(self) -> Offload:
         """What does it, on this thread."""
+        if self.shared is not None:
+            return self.shared
         return self.to if isinstance(self.to, Offload) else offload_decided(self.to)
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from recollect._apply.elsewhere import Elsewhere
 from recollect._apply.options import Choices
 from recollect._apply.rules import Rule, describe_away
 from recollect._apply.targets import Target, by_name
@@ -15,10 +16,10 @@ from recollect._core.forecasts import PlannedRegion
 from recollect._core.patterns import nearest_paths, plain_path, quote_all
 from recollect._core.plans import Plan
 from recollect._core.sharded import is_sharded
-from recollect._offload.offload import Offload, make_offload
+from recollect._offload.offload import Offload, TierLike, make_offload
 from recollect._policy.by_plan import follow_plan
 
-_RERUN, _OFFLOAD = "rerun", "offload"
+_RERUN, _REPLAY, _OFFLOAD = "rerun", "replay", "offload"
 
 
 def choose_planned(
@@ -56,22 +57,30 @@ def choose_planned(
 
 
 def _make_away(tier: str) -> Offload:
+    return make_offload(_read_tier(tier))
+
+
+def _read_tier(tier: str) -> TierLike:
     names = tuple(tier.split(", "))
-    return make_offload(names[0] if len(names) == 1 else names)
+    return names[0] if len(names) == 1 else names
 
 
 def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offload]) -> Rule:
     text = f"plan {plan.name}".rstrip()
     is_sent = region.way == _OFFLOAD
-    away = shared(region.tier or "host") if region.tier or is_sent else None
+    tier = region.tier or "host"
+    away = shared(tier) if region.tier or is_sent else None
     words = [] if away is None else [describe_away(away)]
     if is_sent:
         return Rule(matches=lambda name, module: True, choices=None, text=text, what=words[0], away=away)
     policy = None if region.way == _RERUN else follow_plan(plan, region.path)
     keeps = [f"keep {region.keeps}"] if region.keeps else []
+    elsewhere = None
+    if away is not None and region.way == _REPLAY:  # only what its choices say goes, and nothing is around the region
+        elsewhere, away = Elsewhere(to=_read_tier(tier), takes_inputs=False, shared=away), None
     return Rule(
         matches=lambda name, module: True,
-        choices=Choices(policy=policy),
+        choices=Choices(policy=policy, elsewhere=elsewhere),
         text=text,
         what=", ".join(["recompute", *keeps, *words]),
         away=away,

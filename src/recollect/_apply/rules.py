@@ -44,6 +44,11 @@ class Rule:
     """Where what the module saves for backward is sent; None to send nothing."""
 
     @property
+    def sends(self) -> bool:
+        """Whether something of the module goes elsewhere."""
+        return self.away is not None or (self.choices is not None and self.choices.elsewhere is not None)
+
+    @property
     def acts(self) -> bool:
         """Whether calls of the module are other than plain."""
         return self.choices is not None or self.away is not None

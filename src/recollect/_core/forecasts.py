@@ -18,7 +18,8 @@ class PlannedRegion:
         kept_bytes: what it holds under the plan.
         offloaded_bytes: what waits in other memory than the device's.
         tier: where that is: ``"host"``, ``"disk"``, or ``"host, disk"`` for disk where the host is full; ``""`` if
-            nothing is sent. A region that runs again sends its inputs and all that it keeps.
+            nothing is sent. A region that runs again sends its inputs and all that it keeps; one that replays, those
+            values that its choices say.
         again_s: how long its recomputation takes.
         parameter_bytes: of its parameters, by which another model is told; 0 if nobody knows.
         keeps: what it keeps, in words.

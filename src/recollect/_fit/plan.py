@@ -43,7 +43,7 @@ def plan(
             another plan, for what it was asked for: so a plan that no longer fits its model is made anew.
         tiers: where values may be sent, as far as the link carries them beside the computation: ``"host"`` memory,
             ``"disk"``, or ``("host", "disk")`` for disk where the host is full. Whole modules send what they save;
-            regions that run again send their inputs and what they keep. By default everything stays.
+            regions send their inputs, what they keep, or single values of it. By default everything stays.
         link_bytes_per_s: how fast that link is; by default measured, or for a device that is not here what PCIe of its
             time gives.
         name: what reports call the plan; by default the model and the budget.

@@ -11,7 +11,7 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, rehearse
 from recollect._plan.segments import Segment
 from recollect._plan.treatments import Treatment, Way
-from recollect._plan.ways import can_be_kept, find_held_for
+from recollect._plan.ways import can_be_kept, find_groups, find_held_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +22,25 @@ class Option:
         way: how values come back; None leaves the module as it is.
         kept: what is kept, by place: the call's number within the run, and which of its storages.
         is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere.
+        sent: of what is kept, what a replay has elsewhere until it asks for it.
         parts: what becomes of the modules inside, by their paths from here, where these are the regions.
     """
 
     way: Way | None = None
     kept: frozenset[tuple[int, int]] = frozenset()
     is_away: bool = False
+    sent: frozenset[tuple[int, int]] = frozenset()
     parts: tuple[tuple[str, Option], ...] = ()
 
     @property
     def acts(self) -> bool:
         """Whether it changes anything."""
         return self.way is not None or bool(self.parts)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it sends some of what a region holds elsewhere."""
+        return self.is_away or bool(self.sent)
 
     def treat(self, problem: Problem, segment: Segment) -> list[tuple[Run, Treatment]]:
         """What that means for the runs of a segment."""
@@ -53,7 +60,8 @@ class Option:
         first = problem.runs_of(run.path)[0]
         if self.kept and run is not first and not problem.are_same(first, run):
             return [self._treat_other(problem, first, run)]
-        return [Treatment(way=self.way, kept=self.storages(problem, run), is_away=self.is_away)]
+        kept, sent = (_find_storages(problem, run, places) for places in (self.kept, self.sent))
+        return [Treatment(way=self.way, kept=kept, is_away=self.is_away, sent=sent)]
 
     def _treat_other(self, problem: Problem, first: Run, run: Run) -> Treatment:
         """What it means for a run that does something else than the first one of its module: names decide."""
@@ -70,12 +78,21 @@ class Option:
             found.update(run.makes[storage][-1] for storage in storages)
         return found
 
+    def calls_sent(self, problem: Problem, run: Run) -> set[int]:
+        """The calls whose results the executor is to send, if it is told to keep them: all of a call of torch."""
+        sent = {run.first + call for call, _ in self.sent}
+        return {number for group in find_groups(problem, run) if not sent.isdisjoint(group) for number in group}
+
     def storages(self, problem: Problem, run: Run) -> frozenset[int]:
         """The storages that it keeps of the first run of a module, or of one that is the same."""
-        return frozenset(problem.makes[run.first + call][place] for call, place in self.kept)
+        return _find_storages(problem, run, self.kept)
 
 
 PLAIN = Option()
+
+
+def _find_storages(problem: Problem, run: Run, places: Iterable[tuple[int, int]]) -> frozenset[int]:
+    return frozenset(problem.makes[run.first + call][place] for call, place in places)
 
 
 def place_of(problem: Problem, run: Run, storage: int) -> tuple[int, int]:

@@ -10,24 +10,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from recollect._core.timetables import IN_FLIGHT_BYTES
-from recollect._plan.options import PLAIN, Option, Weighed, move, weigh, without_worse
+from recollect._plan.options import PLAIN, Option, Weighed, move, place_of, weigh, without_worse
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal
 from recollect._plan.segments import Segment, find_last_modules, find_parts
 from recollect._plan.solvers.chain import choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
-from recollect._plan.treatments import Treatment, Way, count_host, find_held, find_sent
-from recollect._plan.ways import can_replay
+from recollect._plan.treatments import Treatment, Way, count_host, find_held, find_recomputed, find_sent
+from recollect._plan.ways import can_replay, find_sendable
 
 _BUDGETS = 40
 _NARROWINGS = 12
-_FEWER_BUDGETS = 16
+_FEWER_BUDGETS = 20
 _MOST_PRICES = 16
 _MORE = 1 + 1e-6  # what has just this price is taken
 _BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
 _MARKER_BYTES = IN_FLIGHT_BYTES // 4
 _SENT_SHARES = (0.34, 0.67, 1.0)
 _LITTLE_FOLLOWING = (None, Way.RERUN)
+_LINK_SHARES = (0.7, 0.9, 1.0, 1.1)  # of its speed, for what replays send: other modules run beside them
+_MOST_SENT = 12  # values of a run
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
 
 
@@ -83,10 +85,18 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
         mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
         steps = _FEWER_BUDGETS if sent else _BUDGETS
         lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
-        budgets = tuple(lowest + (plain.peak_bytes - lowest) * number // steps for number in range(steps + 1))
+        budgets = _spread(lowest, plain.peak_bytes, steps)
         yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=extra)
         if not sent and (fewer := _follow_fewer(problem, chain, options)) is not None:
             yield Recipe(chain=chain, options=fewer, rest_bytes=rest, budgets=budgets, parts=parts)
+    for mixed, sent_bytes in _list_sending(problem, chain, options, plain):
+        lowest = max(0, high - sent_bytes)
+        budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
+        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts)
+
+
+def _spread(low: int, high: int, steps: int) -> tuple[int, ...]:
+    return tuple(low + (high - low) * number // steps for number in range(steps + 1))
 
 
 def list_away(problem: Problem, chain: Sequence[Segment]) -> Iterator[list[tuple[Segment, Option]]]:
@@ -96,7 +106,7 @@ def list_away(problem: Problem, chain: Sequence[Segment]) -> Iterator[list[tuple
     ((usual, _),) = Counter(segment.type for segment in chain).most_common(1)
     alike = [segment for segment in chain if segment.type == usual]
     for option in find_options(problem, alike[0]):
-        if option.is_away:
+        if option.sends:
             yield [(segment, option) for segment in alike]
 
 
@@ -119,6 +129,35 @@ def _follow_fewer(
     return found if 0 < count < len(chain) else None
 
 
+def _list_sending(
+    problem: Problem, chain: Sequence[Segment], options: Sequence[list[Weighed]], plain: Rehearsal
+) -> Iterator[tuple[list[list[Weighed]], int]]:
+    """Options with which segments that replay send some of what they keep, beside those that send nothing; how much.
+
+    Each sends as much as the link, at a share of its speed, has had time for and those before it have left. So the
+    choice for one segment need not know of the others.
+    """
+    speed, first = problem.link_bytes_per_s or 0.0, {segment.type: segment for segment in reversed(chain)}
+    begin = chain[0].runs[0].first
+    for share in _LINK_SHARES if speed else ():
+        sent_bytes, mixed = 0, []
+        for segment, own in zip(chain, options, strict=True):
+            usual = first[segment.type]
+            passed_s = sum(problem.seconds[begin : segment.runs[-1].stop])
+            most = (int(share * passed_s * speed) - sent_bytes) // len(segment.runs)
+            sending = [weigh(problem, usual, one, plain) for one in _send_kept(problem, usual, most)]
+            sent_bytes += max((_count_sent(problem, usual, one.option) for one in sending), default=0)
+            moved = (move(one, problem, plain, usual, segment) for one in sending)
+            mixed.append(without_worse([*_keep_here(own), *moved]))
+        if sent_bytes:
+            yield mixed, sent_bytes
+
+
+def _count_sent(problem: Problem, segment: Segment, option: Option) -> int:
+    treated = option.treat(problem, segment)
+    return sum(problem.sizes[storage] for _, treatment in treated for storage in treatment.sent)
+
+
 def _take_apart(parts: dict[str, Segment], segment: Segment, option: Option) -> list[tuple[Segment, Option]]:
     """An option for the modules inside of a segment as options for these."""
     if not option.parts:
@@ -128,7 +167,7 @@ def _take_apart(parts: dict[str, Segment], segment: Segment, option: Option) -> 
 
 def _keep_here(options: Sequence[Weighed]) -> list[Weighed]:
     """Those that send nothing: where whole modules go, the link is full."""
-    return [weighed for weighed in options if not weighed.option.is_away]
+    return [weighed for weighed in options if not weighed.option.sends]
 
 
 def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[tuple[frozenset[int], Extra]]:
@@ -244,3 +283,39 @@ def _send_held(problem: Problem, run: Run, served: Iterable[Option]) -> Iterator
         held = find_held(problem, run, Treatment(way=way, kept=option.storages(problem, run)))
         if 0 < sum(problem.sizes[storage] for storage in held) <= most:
             yield replace(option, way=way, is_away=True)
+
+
+def _send_kept(problem: Problem, segment: Segment, most_bytes: int) -> Iterator[Option]:
+    """Options that replay and send some of what they keep, nearly so many bytes of each run."""
+    run = segment.runs[0]
+    if not all(problem.are_same(run, other) for other in segment.runs):
+        return
+    for option in find_options(problem, segment):
+        if option.way is Way.REPLAY:
+            sent = _fill(problem, _list_sendable(problem, run, option), most_bytes)
+            if sent:
+                yield replace(option, sent=frozenset(place_of(problem, run, storage) for storage in sent))
+
+
+def _list_sendable(problem: Problem, run: Run, option: Option) -> list[int]:
+    """What a replay can send of what it keeps and will ask for; large ones first; found once."""
+    known: dict[tuple[int, Option], list[int]] = problem.derived.setdefault("sendable", {})
+    key = (run.first, option)
+    if key not in known:
+        (treatment,) = option.treat_run(problem, run)
+        again = find_recomputed(problem, run, treatment)
+        asked = run.needs.union(storage for _, calls in again for call in calls for storage in problem.reads[call])
+        able = find_sendable(problem, run, treatment.kept & asked)
+        known[key] = sorted(able, key=problem.sizes.__getitem__, reverse=True)
+    return known[key]
+
+
+def _fill(problem: Problem, storages: Sequence[int], most_bytes: int) -> tuple[int, ...]:
+    """Those of the first few storages that together come nearest to so many bytes and take no more."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for storage in storages[:_MOST_SENT]:
+        for size, some in list(found.items()):
+            more = size + problem.sizes[storage]
+            if more <= most_bytes:
+                found.setdefault(more, (*some, storage))
+    return found[max(found)]

@@ -140,7 +140,7 @@ class _Stage:
     def _send_away(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> float:
         """What goes elsewhere and comes back; gives how long the step waits for that."""
         problem, speed = self._problem, self._problem.link_bytes_per_s
-        trips = [*self._send_modules(ends), *self._send_regions(ends)] if speed else []
+        trips = [*self._send_modules(ends), *self._send_regions(ends), *self._send_kept(ends)] if speed else []
         if not trips or not speed:
             return 0.0
         clock = list(itertools.accumulate((problem.seconds[call] for call in self._steps), initial=0.0))
@@ -197,6 +197,23 @@ class _Stage:
                     asked=asked,
                     stop=ends.get(storage, self._before[end]),
                 )
+
+    def _send_kept(self, ends: dict[int, int]) -> Iterator[_Trip]:
+        """What goes of regions that replay: some of what they keep, at their end."""
+        problem = self._problem
+        asked: dict[tuple[int, int], int] = {}
+        for step, index in self._owners.items():
+            for storage in self._chosen[index][1].sent.intersection(problem.reads[self._steps[step]]):
+                asked.setdefault((index, storage), step)
+        for index, (run, treatment) in enumerate(self._chosen):
+            for moment, storages in run.asks if treatment.sent else ():
+                for storage in treatment.sent.intersection(storages):
+                    step = self._before[moment]
+                    asked[index, storage] = min(step, asked.get((index, storage), step))
+        for (index, storage), first in asked.items():
+            run, end = self._chosen[index][0], problem.spans[storage][1] or 0
+            made = self._at[run.stop - 1] + 1
+            yield _Trip(storage=storage, made=made, free=made, asked=first, stop=ends.get(storage, self._before[end]))
 
     def _time(self, again_s: float, waits_s: float, more: Sequence[tuple[int, float]]) -> tuple[float, Pace]:
         """How long the step takes, and what sets its pace."""

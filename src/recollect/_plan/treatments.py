@@ -31,16 +31,18 @@ class Treatment:
         way: how its values come back.
         kept: the storages that are kept, of those made in it.
         is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere; not for replay.
+        sent: for replay, the kept storages that wait elsewhere.
     """
 
     way: Way
     kept: frozenset[int] = frozenset()
     is_away: bool = False
+    sent: frozenset[int] = frozenset()
 
     @property
     def sends(self) -> bool:
         """Whether something of it goes elsewhere."""
-        return self.is_away or self.way is Way.OFFLOAD
+        return self.is_away or bool(self.sent) or self.way is Way.OFFLOAD
 
 
 def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:

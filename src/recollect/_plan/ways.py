@@ -177,6 +177,25 @@ def find_copying(problem: Problem, run: Run, copies: Iterable[int]) -> list[int]
     ]
 
 
+def find_sendable(problem: Problem, run: Run, kept: Collection[int]) -> Iterator[int]:
+    """The storages that a replay can have elsewhere, of those that it keeps: what calls of torch give, not save inside.
+
+    What is given to somebody outside of the run, or written in several steps, stays.
+    """
+    for group in find_groups(problem, run):
+        for storage in (at for number in group for at in problem.makes[number]):
+            if (
+                storage in kept
+                and run.makes[storage] == (run.makes[storage][0],)
+                and run.makes[storage][0] not in problem.casts
+                and problem.can_leave(storage)
+                and problem.last_use[storage] < run.stop
+                and any(number > group[-1] for number in problem.read_by[storage])
+                and all(run.first <= by < run.stop for by in problem.saved_by.get(storage, ()))
+            ):
+                yield storage
+
+
 def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
     """Calls that one call of torch makes: replay makes all of them again or none, casts of what it is given apart.
 

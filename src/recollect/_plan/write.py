@@ -26,15 +26,18 @@ def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) ->
     """What is kept, value by value. A call's number is left out where all calls of the operator there are kept."""
     for segment, option in choice:
         run = segment.runs[0]
-        for (module, op), wanted in name_kept(problem, run, option.calls(problem, run)).items():
-            for call in wanted:
-                yield Choice(
-                    decision=Decision.SAVE,
-                    region=_as_pattern(segment.path),
-                    module=_as_pattern(module),
-                    op=op,
-                    call=call,
-                )
+        kept = option.calls(problem, run)
+        sent = option.calls_sent(problem, run)
+        for decision, calls in ((Decision.OFFLOAD, kept & sent), (Decision.SAVE, kept - sent)):
+            for (module, op), wanted in name_kept(problem, run, calls).items():
+                for call in wanted:
+                    yield Choice(
+                        decision=decision,
+                        region=_as_pattern(segment.path),
+                        module=_as_pattern(module),
+                        op=op,
+                        call=call,
+                    )
 
 
 def write_regions(
@@ -56,8 +59,7 @@ def write_regions(
             again = find_recomputed(problem, run, treatment)
             again_s += sum(problem.seconds[call] for _, calls in again for call in calls)
             used = _find_used(problem, treatment, again) | run.needs
-            if option.is_away:
-                sent.update(find_held(problem, run, treatment))
+            sent.update(find_held(problem, run, treatment) if option.is_away else treatment.sent)
             kept += sum(problem.sizes[storage] for storage in (treatment.kept & used) - sent)
         yield PlannedRegion(
             path=segment.path,

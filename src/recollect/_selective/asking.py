@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -18,11 +18,9 @@ from recollect._core.operators import (
 from recollect._core.places import Places
 from recollect._core.torch_private.schemas import OpOverload, arguments_named
 from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, bytes_of, shapes_of, strongest
+from recollect._selective.drafting import Draft, Sorts
 from recollect._selective.operator_modes import at_places
 from recollect._selective.recording import WRITES, RecordedCall, Recording, name_of_call
-
-if TYPE_CHECKING:
-    from recollect._selective.drafting import Draft
 
 
 class _Beneath:
@@ -77,30 +75,29 @@ class Asker:
             self._beneath.setdefault(id(recording.current), []).append(beneath)
         return line
 
-    def sort_calls(self, draft: Draft, *, draws: bool) -> tuple[set[int], set[int], set[int]]:
-        """Which recorded calls keep their results, draw, only view; breaks the recording where that is unknown."""
-        recording = draft.recording
-        keeping: set[int] = set()
-        drawing: set[int] = set()
-        viewing: set[int] = set()
+    def sort_calls(self, draft: Draft, *, draws: bool) -> Sorts:
+        """What is done with each recorded call; breaks the recording where that is unknown."""
+        recording, sorts = draft.recording, Sorts()
         for index, entry in enumerate(recording.entries):
             beneath = self._beneath.get(id(entry), [])
             if beneath:
                 entry.place = f"{name_of_call(entry.func)}{beneath[0].line.place}"
             kept = [one for one in beneath if one.line.is_kept and one.operator.can_be_kept]
             if any(one.line.keeps_write for one in beneath):
-                keeping.add(index)
+                sorts.kept.add(index)
             for one in beneath:
                 if one.operator.hides_writes:
                     recording.note_statistics(entry, one.statistics)
             if draws and any(one.operator.is_random for one in beneath):
-                drawing.add(index)
+                sorts.drawing.add(index)
             if all(one.operator.is_view and not one.operator.writes for one in beneath):
-                viewing.add(index)
+                sorts.viewing.add(index)
             if kept:
-                keeping.add(index)
+                sorts.kept.add(index)
+                if all(one.line.is_offloaded for one in kept):
+                    sorts.sent.add(index)
                 self._check_kept(draft, entry, beneath, kept)
-        return keeping, drawing, viewing
+        return sorts
 
     def _check_kept(self, draft: Draft, entry: RecordedCall, beneath: list[_Beneath], kept: list[_Beneath]) -> None:
         """Break a recording where only a part of a call is kept, or what is kept is overwritten."""

@@ -7,6 +7,7 @@ something that a call made inside, for which the call is made again. `renumberin
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,23 @@ from recollect._selective.renumbering import Renumbering
 
 if TYPE_CHECKING:
     from recollect._selective.recording import RecordedCall, Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorts:
+    """Recorded calls by what is done with them, by their index.
+
+    Attributes:
+        kept: those whose results are kept.
+        sent: of these, those whose results live elsewhere until backward.
+        drawing: those that draw random numbers.
+        viewing: those that only view.
+    """
+
+    kept: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+    drawing: set[int] = field(default_factory=set)
+    viewing: set[int] = field(default_factory=set)
 
 
 class Draft:
@@ -110,19 +128,13 @@ class Draft:
                         break
         return views
 
-    def program(self, kept: set[int], drawing: set[int], viewing: set[int]) -> tuple[Program, Bound]:
-        """What replay needs so that results of these calls, by index, are kept, and what this execution has of it.
-
-        Args:
-            kept: the calls whose results are kept.
-            drawing: the calls that draw random numbers.
-            viewing: the calls that only view.
-        """
-        recording = self.recording
+    def program(self, sorts: Sorts) -> tuple[Program, Bound]:
+        """What replay needs so that results of these calls are kept, and what this execution has of it."""
+        recording, kept = self.recording, sorts.kept
         outside = {n for n, maker in enumerate(recording.makers) if maker == NOWHERE and n not in recording.inputs}
         raw = Program()
         raw.makers = list(recording.makers)
-        raw.views = self._views(viewing - kept)
+        raw.views = self._views(sorts.viewing - kept)
         index_of = {id(entry): index for index, entry in enumerate(recording.entries)}
         for entry in recording.entries:
             call = Call(entry.func, None, is_single=entry.is_single, draws=False)
@@ -131,6 +143,7 @@ class Draft:
         held: list[Any] = [None] * len(recording.tensors)
         for number in outside.union(*(recording.entries[index].outs for index in kept)) - recording.overwritten:
             held[number] = recording.tensors[number]
+        sent = {number for index in sorts.sent for number in recording.entries[index].outs if held[number] is not None}
         inside: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by call: saved tensors made inside, their places
         for at, (tensor, owner, place) in enumerate(recording.saved):
             source = self._trace(tensor, owner)
@@ -144,7 +157,7 @@ class Draft:
                 index = NOWHERE if owner is None else index_of.get(id(owner), NOWHERE)
                 if index != NOWHERE:
                     inside[index].append((at, place))
-            elif isinstance(base, int) and held[base] is not None:
+            elif isinstance(base, int) and held[base] is not None and base not in sent:
                 source = HELD  # its memory is held anyway, so that the slot may hold it as well
             assert source is not None
             raw.sources.append(source)
@@ -152,11 +165,12 @@ class Draft:
         self._place_inner(raw, inside, kept, held)
         mine = {number for index in kept for number in recording.entries[index].outs}
         saved = [tensor for tensor, _, _ in recording.saved]
-        hold_casts(raw, held, mine - recording.overwritten, saved, self._find_saved_cast)
+        hold_casts(raw, held, mine - recording.overwritten - sent, saved, self._find_saved_cast)
         uses = raw.count_uses(list(range(len(raw.sources))), held)
         if any(uses[number] and recording.makers[number] == NOWHERE for number in recording.overwritten):
             recording.broken(WRITES)  # into what others own, and backward needs it as it was
-        return Renumbering(recording, raw, held, uses).finish(drawing)
+        raw.sent = frozenset(sent)
+        return Renumbering(recording, raw, held, uses).finish(sorts.drawing)
 
     def _place_inner(
         self, raw: Program, inside: dict[int, list[tuple[int, int]]], kept: set[int], held: list[Any]

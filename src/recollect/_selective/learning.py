@@ -34,8 +34,6 @@ def learn_program(
     None where a program cannot be believed or is not worth it; the recording says why.
     """
     recording.check_versions()
-    if decisions.offloads:
-        recording.broken("it offloads some of what it keeps")
     if decisions.gathers:
         recording.broken("it gathers parameters that are freed again")
     if not decisions.keeps_ops:
@@ -50,7 +48,7 @@ def learn_program(
         draft = Draft(recording)
         sorts = asker.sort_calls(draft, draws=frame.around.draws)
         if recording.why_broken is None:
-            found = draft.program(*sorts)
+            found = draft.program(sorts)
             _try(frame, recording, *found)
     if recording.why_broken is not None:
         frame.held = None

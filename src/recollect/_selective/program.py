@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from recollect._core.operators import tensors_in
+from recollect._selective.kept_call import Hooks
 
 NOWHERE = -1
 """The number of a result that replay never needs."""
@@ -266,12 +267,13 @@ class Program:
         draws: whether one of the calls does.
         inner: for each call with inner saved tensors, the indices in `sources`.
         held_casts: by index in `sources`: held saved tensors that stand for the values that they are casts of.
+        sent: the numbers of kept values that live elsewhere between forward and backward.
         scratch: the numbers of which no call needs the values.
     """
 
     __slots__ = (
-        *("bases", "calls", "draws", "held_casts", "inner", "inputs", "makers", "metas", "scratch", "sources", "uses"),
-        "views",
+        *("bases", "calls", "draws", "held_casts", "inner", "inputs", "makers", "metas", "scratch", "sent", "sources"),
+        *("uses", "views"),
     )
 
     def __init__(self) -> None:
@@ -287,6 +289,7 @@ class Program:
         self.inner: dict[int, list[int]] = {}
         self.held_casts: dict[int, HeldCast] = {}
         self.scratch: frozenset[int] = frozenset()
+        self.sent: frozenset[int] = frozenset()
 
     def count_uses(self, wanted: list[int], held: list[Any]) -> list[int]:
         """For each number, how often it is asked for until these saved tensors, by index, are served."""
@@ -321,11 +324,29 @@ def hold(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
+@final
+class Sent:
+    """Stands for a kept value that lives elsewhere until backward.
+
+    Attributes:
+        handle: what the hooks gave that took it.
+    """
+
+    __slots__ = ("_unpack", "handle")
+
+    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.handle, self._unpack = handle, unpack
+
+    def fetch(self) -> Tensor:
+        """The value, on the device again."""
+        return self._unpack(self.handle)
+
+
 class Bound:
     """The tensors and values of one execution that follows a program: what replay starts from.
 
     Attributes:
-        held: by number: kept values and tensors from outside; views of others have none.
+        held: by number: kept values (or `Sent` for one) and tensors from outside; views of others have none.
         versions: by number: of the tensors when they were bound.
         arguments: by call: its arguments with numbers in place of tensors, or only those that are not tensors.
         states: by call: where generators stood before it.
@@ -338,3 +359,12 @@ class Bound:
         self.versions: list[int] = [0] * numbers
         self.arguments: list[Any] = [None] * calls
         self.states: dict[int, Any] = {}
+
+    def send(self, numbers: Iterable[int], hooks: Hooks) -> None:
+        """Hand kept values over to live elsewhere; one that was written into since stays, for replay to refuse."""
+        pack, unpack = hooks
+        with torch.no_grad():
+            for number in numbers:
+                value = self.held[number]
+                if value is not None and value._version == self.versions[number]:  # noqa: SLF001
+                    self.held[number] = Sent(pack(value), unpack)

@@ -73,6 +73,7 @@ class Renumbering:
             call.is_overwritten = not recording.overwritten.isdisjoint(entry.outs)
             call.settle()
             program.calls.append(call)
+        program.sent = frozenset(new[number] for number in raw.sent if number in new)
         bases = {view.number for view in program.views if view is not None}
         for place, source in enumerate(raw.sources):
             renumbered = self._source(source)

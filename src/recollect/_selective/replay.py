@@ -14,7 +14,7 @@ from recollect._core.torch_private.engine import pop_hooks, push_hooks, set_grad
 from recollect._recompute.hooks import same
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.rng import put_back
-from recollect._selective.program import NOWHERE, Bound, Call, Cast, Inner, Link, Listed, Program, View
+from recollect._selective.program import NOWHERE, Bound, Call, Cast, Inner, Link, Listed, Program, Sent, View
 
 _DEEPEST = 32  # calls that wait for each other before they are made in order
 
@@ -93,7 +93,7 @@ class Replay:
         view = self._views[number]
         return self._has(number if view is None else view.number)
 
-    def _value(self, number: int) -> Tensor:  # noqa: C901 (written out: it runs per value)
+    def _value(self, number: int) -> Tensor:  # noqa: C901, PLR0912 (written out: it runs per value)
         """A tensor by its number, for one of its users."""
         view = self._views[number]
         if view is not None:
@@ -108,18 +108,20 @@ class Replay:
                 del values[number]
             return value
         bound = self._bound
-        value = cast("Tensor | None", bound.held[number])
-        if value is not None:
-            if value._version != bound.versions[number]:  # noqa: SLF001
-                self._refuse(number, value)
+        held: Tensor | Sent | None = bound.held[number]
+        if held is not None:
+            if type(held) is Sent:
+                return self._fetch(number, held)
+            if held._version != bound.versions[number]:  # noqa: SLF001
+                self._refuse(number, held)
             if left <= 0 and self._is_last:
                 bound.held[number] = None
-            return value
-        value = cast("Tensor | None", self._inputs.get(number))
-        if value is not None:
+            return held
+        given: Tensor | None = self._inputs.get(number)
+        if given is not None:
             if left <= 0:
                 del self._inputs[number]
-            return value
+            return given
         index = self._program.makers[number]
         call = self._program.calls[index]
         self._depth += 1
@@ -134,6 +136,15 @@ class Replay:
             result = values[number] if left > 0 else values.pop(number)
         self._depth -= 1
         return result
+
+    def _fetch(self, number: int, sent: Sent) -> Tensor:
+        """A kept value that lives elsewhere: it comes once in each pass, and stays for its later users."""
+        value = sent.fetch()
+        if self._uses[number] > 0:
+            self._values[number] = value
+        if self._is_last:
+            self._bound.held[number] = None
+        return value
 
     def _make_before(self, index: int) -> None:
         """Make what a call needs, one after the other: a long chain would go too deep."""

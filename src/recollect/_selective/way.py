@@ -24,6 +24,7 @@ from recollect._core.torch_private.collectives import count_collectives, process
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.dispatch import dispatch_mode_depth, is_watched
 from recollect._core.torch_private.engine import top_hooks
+from recollect._offload.offload import offload_decided
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
 from recollect._recompute.rng import sources_by_request
@@ -38,7 +39,7 @@ from recollect._selective.kept_calls import KeptCalls
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
 from recollect._selective.learning import learn_program
 from recollect._selective.nested import kept_inside
-from recollect._selective.program import Program
+from recollect._selective.program import Bound, Program
 from recollect._selective.recording import Recording
 from recollect._selective.replay_way import Replaying
 from recollect._selective.served_way import ServedWay, marking
@@ -313,7 +314,7 @@ class SelectiveWay(ServedWay):
         decisions.may_record, decisions.why_no_program = recording.why_broken is None, recording.why_broken
         if found is not None:
             decisions.program, bound = found
-            frame.way = Replaying(decisions.program, bound, self._begin_pass)
+            self._replay(frame, decisions.program, bound)
         recording.forget()
         self._recording = None
 
@@ -324,7 +325,7 @@ class SelectiveWay(ServedWay):
         self._following = None
         choices, bound = following.choices, following.part()
         if following.why_broken is None:
-            frame.way = Replaying(following.program, bound, self._begin_pass)
+            self._replay(frame, following.program, bound)
             frame.metas = following.program.metas
             return True
         frame.metas += [None] * (len(frame.handles) - len(frame.metas))
@@ -338,6 +339,14 @@ class SelectiveWay(ServedWay):
         decisions.may_record = decisions.breaks < _MOST_BREAKS and not self._knowledge.talks_at_times
         decisions.why_no_program = following.why_broken
         return False
+
+    def _replay(self, frame: Frame, program: Program, bound: Bound) -> None:
+        """Let a frame replay; of what it keeps, some lives elsewhere from now on."""
+        if program.sent:
+            away = offload_decided()
+            bound.send(program.sent, away.hooks)
+            away.settle()
+        frame.way = Replaying(program, bound, self._begin_pass)
 
     # Backward, where there is no program.
     def _begin_pass(self) -> None:
