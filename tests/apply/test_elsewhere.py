@@ -111,7 +111,7 @@ def test_regions_of_one_tier_share_one_timetable() -> None:
     [
         (
             {"offload_inputs": "disk"},
-            r"offload_inputs='disk': expected True or False. To say where to, pass offload_to=",
+            r"offload_inputs='disk': expected True or False. To choose the tier, pass offload_to=",
         ),
         (
             {"offload_to": "tape", "offload_inputs": True},
@@ -119,7 +119,7 @@ def test_regions_of_one_tier_share_one_timetable() -> None:
         ),
         (
             {"offload_to": "disk"},
-            r"offload_to='disk' does nothing: the region offloads nothing. Pass offload_inputs=True",
+            r"offload_to='disk' has no effect: this region offloads nothing. Pass offload_inputs=True",
         ),
         ({"offload_to": ("disk", "host"), "offload_inputs": True}, r"offload_to=\('disk', 'host'\): a chain is of two"),
     ],

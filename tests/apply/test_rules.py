@@ -51,7 +51,7 @@ def test_the_first_rule_that_matches_decides() -> None:
 
 
 def test_a_rule_that_comes_too_late_is_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"rule 'layers.0' decides nothing: earlier rules match all of its modules"):
+    with pytest.warns(UserWarning, match=r"rule 'layers.0' has no effect: earlier rules match all of its modules"):
         places(GPT(), {"layers.*": RECOMPUTE, "layers.0": SAVE})
 
 
@@ -281,20 +281,23 @@ def test_a_list_with_a_forward_of_its_own_is_called() -> None:
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ({"layer.*": RECOMPUTE}, "pattern 'layer.*' matches no module of GPT; near that: 'layers.*'"),
-        ({"layers.9": RECOMPUTE}, "pattern 'layers.9' matches no module of GPT; near that: 'layers.*'"),
-        ({"**.attention": RECOMPUTE}, "near that: 'layers.*.attn"),
-        ({"layers[0]": RECOMPUTE}, "near that: 'layers.*'"),
-        ({"model.layers.*": RECOMPUTE}, "near that: 'layers.*'"),
-        ({"layers.*.attn.weight": RECOMPUTE}, "'layers.*.attn', "),
-        ({r"re:layer\..": RECOMPUTE}, "near that: 'layers.*'"),
-        ({"check": "values"}, "{'check': 'values'} are options of a region, not modules; give them to modules"),
-        ({nn.Conv2d: RECOMPUTE}, "rule Conv2d matches no module of GPT; classes there: GPT, Embedding, Block"),
-        ({lambda m: False: RECOMPUTE}, "matches no module of GPT; classes there"),
-        ({"layers": RECOMPUTE}, "rule 'layers' matches 'layers' of GPT only: a ModuleList is never called itself"),
+        ({"layer.*": RECOMPUTE}, "pattern 'layer.*' matches no module of GPT; did you mean 'layers.*'"),
+        ({"layers.9": RECOMPUTE}, "pattern 'layers.9' matches no module of GPT; did you mean 'layers.*'"),
+        ({"**.attention": RECOMPUTE}, "did you mean 'layers.*.attn"),
+        ({"layers[0]": RECOMPUTE}, "did you mean 'layers.*'"),
+        ({"model.layers.*": RECOMPUTE}, "did you mean 'layers.*'"),
+        ({"layers.*.attn.weight": RECOMPUTE}, "'layers.*.attn'"),
+        ({r"re:layer\..": RECOMPUTE}, "did you mean 'layers.*'"),
+        (
+            {"check": "values"},
+            "{'check': 'values'} holds options of a region and names no modules; give the options to modules",
+        ),
+        ({nn.Conv2d: RECOMPUTE}, "rule Conv2d matches no module of GPT; its classes are GPT, Embedding, Block"),
+        ({lambda m: False: RECOMPUTE}, "matches no module of GPT; its classes are"),
+        ({"layers": RECOMPUTE}, "rule 'layers' matches only 'layers' of GPT, and a ModuleList is never called itself"),
         ({}, "the rules are empty; leave them out to recompute the model's repeated blocks"),
-        ({"layers.*": "fast"}, "rule 'layers.*': 'fast' is not known; there are 'full' and 'selective'"),
-        ({"layers.*": {"earlystop": 1}}, "rule 'layers.*': no option is named 'earlystop'; near that: 'early_stop'"),
+        ({"layers.*": "fast"}, "rule 'layers.*': expected 'full' or 'selective', not 'fast'"),
+        ({"layers.*": {"earlystop": 1}}, "rule 'layers.*': there is no option 'earlystop'; did you mean 'early_stop'?"),
         ({"layers.*": {"check": "x"}}, "rule 'layers.*': check='x': expected"),
         ({"re:(": RECOMPUTE}, "pattern 're:(' is not a regular expression"),
         ("layers.*", "'layers.*' is not one of the ready-made rules 'full', 'selective', 'every:N'"),
@@ -316,8 +319,8 @@ def test_a_rule_that_cannot_be_meant_is_refused(rules: Any, text: str) -> None:
         ({3: RECOMPUTE}, "rule 3: expected a pattern over module names, a subclass of torch.nn.Module"),
         ({int: RECOMPUTE}, "rule int: expected a pattern"),
         ({"layers.*": 3}, "rule 'layers.*': expected a policy"),
-        (3, "rules: expected a mapping from name pattern, class or predicate to what to do"),
-        (["layers.*"], "rules: expected a mapping"),
+        (3, "rules: expected one of 'full'"),
+        (["layers.*"], "or a mapping from name patterns, classes or predicates"),
     ],
 )
 def test_a_rule_of_no_kind_is_refused(rules: Any, text: str) -> None:
@@ -334,13 +337,15 @@ def test_a_count_must_be_one_or_more(options: Any) -> None:
 
 
 def test_two_words_for_every_are_one_too_many() -> None:
-    with pytest.raises(ValueError, match="rules='every:2' and every=3 both say how many blocks"):
+    with pytest.raises(ValueError, match="rules='every:2' and every=3 both choose how many blocks"):
         recollect.apply(GPT(), "every:2", every=3)
 
 
 def test_a_model_without_blocks_says_what_it_has() -> None:
     model, _ = MODELS["tagger"]()
-    with pytest.raises(ValueError, match=r"(?s)Tagger has no repeated blocks.*Its largest are 'lstm', 'cell', 'rnn'"):
+    with pytest.raises(
+        ValueError, match=r"(?s)Tagger has no repeated blocks.*Its largest modules are 'lstm', 'cell', 'rnn'"
+    ):
         recollect.apply(model)
     with pytest.raises(ValueError, match=r"It has no modules inside: use recollect.checkpoint\(model\)"):
         recollect.apply(nn.Linear(2, 2))
@@ -357,7 +362,7 @@ def test_a_module_is_applied_to_once() -> None:
     model = GPT()
     handle = recollect.apply(model, {"layers.0": RECOMPUTE})
     with pytest.raises(
-        ValueError, match=r"module 'layers.0' \(Block\) cannot be made a region: it is a region already"
+        ValueError, match=r"module 'layers.0' \(Block\) cannot be made a region: an earlier recollect.apply"
     ):
         recollect.apply(model)
     assert [n for n, module in model.named_modules() if "forward" in vars(module)] == ["layers.0"]
@@ -369,7 +374,7 @@ def test_a_module_is_applied_to_once() -> None:
 def test_what_an_earlier_region_does_not_know_of_is_refused() -> None:
     model = GPT()
     recollect.apply(model, {"layers.*": RECOMPUTE})
-    with pytest.raises(ValueError, match=r"module 'attn' of 'layers.0' cannot be kept: 'layers.0' is a region by an"):
+    with pytest.raises(ValueError, match=r"module 'attn' of 'layers.0' cannot be kept: an earlier recollect.apply"):
         recollect.apply(model, {"layers.*.attn": SAVE})
     recollect.apply(model, {"layers.*.attn": RECOMPUTE})
 
@@ -387,7 +392,7 @@ def test_a_forward_that_is_a_property_is_refused() -> None:
 def test_what_is_wrapped_already_is_refused() -> None:
     model: Any = Looped()
     model.block = compat.checkpoint_wrapper(model.block)
-    with pytest.raises(ValueError, match=r"module 'block' .* it is wrapped in a CheckpointWrapper already"):
+    with pytest.raises(ValueError, match=r"module 'block' .* it is already wrapped in a CheckpointWrapper"):
         recollect.apply(model, {"block": RECOMPUTE})
 
 

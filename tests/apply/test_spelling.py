@@ -40,11 +40,11 @@ def test_apply_takes_a_policy_as_checkpoint_does(policy: Any) -> None:
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ("full", "rules='full' and policy='selective' both say what the repeated blocks keep; pass one of them"),
-        ("every:2", "rules='every:2' and policy=: write every=2 and policy="),
+        ("full", "rules='full' and policy='selective' both say what the repeated blocks keep; pass only one"),
+        ("every:2", "rules='every:2' cannot be combined with policy=: write every=2, policy=..."),
         (
             {"layers.*": "full"},
-            "rules say what each module keeps, so policy= has no meaning: write {'layers.*': policy}",
+            "these rules already say what each module keeps: put the policy there, as in {'layers.*': policy}",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_an_unknown_word_for_a_policy_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"use_reentrant": False}, "use_reentrant=False: leave it out, there is one engine"),
+        ({"use_reentrant": False}, "use_reentrant=False: leave it out; there is only one engine"),
         ({"preserve_rng_state": True}, "preserve_rng_state=True: write preserve_rng="),
         (
             {"determinism_check": "none"},
@@ -70,7 +70,7 @@ def test_an_unknown_word_for_a_policy_is_refused() -> None:
         ),
         ({"context_fn": None}, "context_fn=None: write policy=, as in policy=recollect.policies.save_matmuls"),
         ({"debug": True}, "debug=True: wrap the step in `with recollect.explain_mismatch():`"),
-        ({"polcy": "full"}, "polcy='full': near that: 'policy'"),
+        ({"polcy": "full"}, "polcy='full': did you mean 'policy'?"),
     ],
 )
 def test_options_of_torch_and_misspelled_ones_say_what_to_write(call: str, options: Any, text: str) -> None:
@@ -172,7 +172,7 @@ def test_selective_holds_less_than_plain_where_nobody_saves_what_convolutions_gi
 
 
 def test_selective_recomputes_all_of_two_bare_convolutions() -> None:
-    with pytest.warns(UserWarning, match=r"(?s)keeps nothing in 4 regions of Sequential.*Write 'full' or 'every:2'\.$"):
+    with pytest.warns(UserWarning, match=r"(?s)keeps nothing in 4 regions of Sequential.*Use 'full' or 'every:2'\.$"):
         assert peak_of(2, "selective", inplace=False) == peak_of(2, "full", inplace=False)
 
 
@@ -262,7 +262,7 @@ def test_selective_says_when_it_keeps_nothing_and_what_would_help() -> None:
     with pytest.warns(UserWarning, match=r"'selective' keeps nothing in 3 regions of Sequential") as caught:
         sum(model(x).sum() for _ in range(3)).backward()
     assert len(caught) == 1
-    assert re.search(r"policies\.save_ops\('aten\.[A-Za-z.]+'\), or write 'full'\.$", str(caught[0].message))
+    assert re.search(r"policies\.save_ops\('aten\.[A-Za-z.]+'\), or use 'full'\.$", str(caught[0].message))
     with pytest.warns(UserWarning, match=r"'selective' keeps nothing in region 'Gated'"):
         recollect.checkpoint(Gated(), policy="selective")(x)
 

@@ -420,7 +420,7 @@ def make_wrong_regions() -> dict[str, Any]:
 @pytest.mark.parametrize("way", make_wrong_regions())
 def test_a_pattern_that_matches_no_module_is_refused_in_a_graph_too(way: str) -> None:
     region, x = make_wrong_regions()[way], torch.randn(2, 4)
-    text = "pattern 'nope.*' matches no module of the region; modules near that: '0', '1'"
+    text = "pattern 'nope.*' matches no module of the region; did you mean '0' or '1'?"
     for call, kind in (
         (torch.compile(region, backend="aot_eager", fullgraph=True), torch._dynamo.exc.Unsupported),
         (torch.compile(region, backend="aot_eager"), ValueError),

@@ -120,7 +120,7 @@ def test_a_graph_refuses_what_it_cannot_offload_to(wrap: Any, to: Any, words: st
         compiled(step, [])(torch.randn(64, 32))
     said = str(caught.value)
     assert words in said
-    assert "compiled code can offload to pinned host memory only. Leave offload_to out" in said
+    assert "compiled code can offload only to pinned host memory. Leave offload_to out" in said
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks, after a graph break

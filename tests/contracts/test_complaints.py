@@ -458,7 +458,7 @@ def test_complaint_15_an_operator_without_its_overload_is_refused() -> None:
     for op in (torch.ops.aten.mm, "aten.mm", "aten::mm"):
         with pytest.raises(ValueError, match=r"has the overloads default, .*: write 'aten\.mm\.default'"):
             recollect.policies.save_ops(op)
-    with pytest.raises(ValueError, match=r"near that: .*'aten\.bmm\.default'"):
+    with pytest.raises(ValueError, match=r"did you mean .*'aten\.bmm\.default'"):
         recollect.policies.save_every("aten.bm.default", 2)
 
 

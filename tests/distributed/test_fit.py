@@ -198,12 +198,12 @@ def use_levers_where_they_cannot() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     apart: Any = copy.deepcopy(whole)
     fully_shard(apart.head)
-    with pytest.raises(ValueError, match="cannot be used on 'head': FSDP gathers its parameters by themselves"):
+    with pytest.raises(ValueError, match="cannot be used on 'head': FSDP gathers its parameters separately"):
         recollect.apply(fully_shard(apart), lever)
     split = parallelize_module(
         copy.deepcopy(whole), init_device_mesh("cpu", (2,)), {"head": ColwiseParallel(output_layouts=Replicate())}
     )
-    with pytest.raises(ValueError, match="on 'head': its parameters are spread over processes while it runs, by tens"):
+    with pytest.raises(ValueError, match="on 'head': tensor parallelism shards its parameters"):
         recollect.apply(split, lever)
 
 

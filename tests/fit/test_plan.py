@@ -174,12 +174,12 @@ def test_a_plan_on_another_model_is_refused() -> None:
 
 def test_a_plan_without_regions_is_refused_by_apply() -> None:
     plan = Plan(choices=(recollect.Choice(decision=recollect.Decision.SAVE),), name="mine")
-    with pytest.raises(ValueError, match="plan 'mine' names no regions: it decides values, not modules"):
+    with pytest.raises(ValueError, match="plan 'mine' names no regions: it decides about values, not modules"):
         recollect.apply(GPT(), plan)
 
 
 def test_options_of_rules_are_refused_beside_a_plan() -> None:
-    with pytest.raises(ValueError, match="are for rules: a plan says which modules it is for"):
+    with pytest.raises(ValueError, match="only work with rules: a plan already names its modules"):
         recollect.apply(GPT(), Plan(), every=2)
 
 

@@ -179,7 +179,7 @@ def test_use_cache_and_labels_count_by_position_too() -> None:
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     with caplog.at_level(logging.INFO, logger="recollect"), recollect.apply(model) as handle:
-        note = "LlamaForCausalLM fills no key/value cache while it trains; generate() keeps its own."
+        note = "LlamaForCausalLM does not fill a key/value cache in training; generate() still does."
         assert str(handle).endswith(note)
         assert [record.message.count("cache") for record in caplog.records] == [1]
         caplog.clear()
@@ -190,7 +190,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             gradients(model, "llama", use_cache=True)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message == "LlamaForCausalLM fills no key/value cache while it trains, although it was asked for one"
+    assert record.message == "LlamaForCausalLM was asked for a key/value cache, and does not fill one in training"
 
 
 def test_copies_switch_too_and_pickled_models_are_plain() -> None:

@@ -30,7 +30,9 @@ def test_enable_takes_the_place_of_the_own_switch() -> None:
     model = build("llama")
     expected = gradients(model, use_cache=False)
     model.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match=r"own gradient checkpointing is on for 4 of the regions.*recomputed twice"):
+    with pytest.warns(
+        UserWarning, match=r"own gradient checkpointing is also on for 4 of the regions.*recomputed twice"
+    ):
         recollect.apply(model).remove()
     with enable(model) as handle:
         assert not model.is_gradient_checkpointing

@@ -66,7 +66,7 @@ def test_operators_are_counted_once() -> None:
         ),
         (
             "rcl_policy_ops.halv.default",
-            "no operator is named 'rcl_policy_ops.halv.default'; near that: 'rcl_policy_ops.halve.default'",
+            "no operator is named 'rcl_policy_ops.halv.default'; did you mean 'rcl_policy_ops.halve.default'?",
         ),
         (
             "rcl_policy_ops.zzz.default",
@@ -76,7 +76,7 @@ def test_operators_are_counted_once() -> None:
             "rcl_policy_op.halve.default",
             (
                 "no operator is named 'rcl_policy_op.halve.default': nothing is registered under "
-                "'rcl_policy_op' (near that: 'rcl_policy_ops').\n"
+                "'rcl_policy_op' (did you mean 'rcl_policy_ops'?).\n"
                 "If a package registers it, import that package first."
             ),
         ),
@@ -105,7 +105,7 @@ def test_a_name_of_several_or_of_none_is_refused(op: Any, text: str) -> None:
     ],
 )
 def test_the_nearest_name_comes_first(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"no operator is named '{name}'; near that: {near}"):
+    with pytest.raises(ValueError, match=f"no operator is named '{name}'; did you mean {near}"):
         parse_op(name)
 
 

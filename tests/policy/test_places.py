@@ -79,15 +79,15 @@ def test_save_modules_matches_sites_in_and_inside_a_module() -> None:
         (
             "layer.*",
             (
-                "pattern 'layer.*' matches no module of the region; modules near that: "
-                "'layers.0', 'layers.1', 'layers', 'layers.0.attn', 'layers.0.norm'"
+                "pattern 'layer.*' matches no module of the region; did you mean "
+                "'layers.0', 'layers.1', 'layers', 'layers.0.attn' or 'layers.0.norm'?"
             ),
         ),
         (
             "blocks.*.zzz",
             (
-                "pattern 'blocks.*.zzz' matches no module of the region; modules near that: 'layers.0.attn', "
-                "'layers.0.norm', 'layers.1.attn', 'layers.1.norm'"
+                "pattern 'blocks.*.zzz' matches no module of the region; did you mean 'layers.0.attn', "
+                "'layers.0.norm', 'layers.1.attn' or 'layers.1.norm'?"
             ),
         ),
         (

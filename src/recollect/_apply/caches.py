@@ -70,7 +70,10 @@ def _leave_out(kinds: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str,
 
 @functools.cache  # once per process, as layers do not know of each other
 def _say_once() -> None:
-    _log.info("a key/value cache was passed to layers that train: no region fills it, as in Transformers' own switch")
+    _log.info(
+        "a key/value cache was passed to layers in training mode: regions leave it empty, as "
+        "gradient checkpointing in Transformers does"
+    )
 
 
 def _holds(cache: Any, module: nn.Module | None = None) -> bool:
@@ -138,14 +141,14 @@ class CacheSwitch(InstanceForward):
         asked = args[place] if len(args) > place else kwargs.get(_USE_CACHE)
         if (asked or caches) and not self._is_said and not is_dynamo_compiling():
             self._is_said = True
-            _log.warning("%s fills no key/value cache while it trains, although it was asked for one", self.name)
+            _log.warning("%s was asked for a key/value cache, and does not fill one in training", self.name)
         args, kwargs = _leave_out(self._caches, args, kwargs)
         if len(args) > place:
             return (*args[:place], False, *args[place + 1 :]), kwargs
         return args, {**kwargs, _USE_CACHE: False}
 
     def __repr__(self) -> str:
-        return f"<forward of '{self.name}', without a key/value cache while it trains>"
+        return f"<forward of '{self.name}', without a key/value cache in training>"
 
 
 def switches_for(model: nn.Module, regions: Iterable[nn.Module], *, is_quiet: bool = False) -> Iterator[CacheSwitch]:
@@ -182,8 +185,9 @@ def describe_twice(regions: Iterable[nn.Module]) -> str | None:
     if not count:
         return None
     return (
-        f"Transformers' own gradient checkpointing is on for {count} of the regions, which are recomputed twice. Call "
-        "model.gradient_checkpointing_disable(), or use recollect.integrations.transformers.enable(model)"
+        f"Transformers' own gradient checkpointing is also on for {count} of the regions, so they "
+        "are recomputed twice. Call model.gradient_checkpointing_disable(), or use "
+        "recollect.integrations.transformers.enable(model)"
     )
 
 

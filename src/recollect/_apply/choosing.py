@@ -45,7 +45,7 @@ def match_rules(model: nn.Module, targets: list[Target], rules: list[Rule]) -> C
         if not any(target.is_called for target in matched[index]):
             raise ValueError(_describe_no_match(model, targets, rule, matched[index]))
         if not decides[index]:
-            message = f"rule {rule.text} decides nothing: earlier rules match all of its modules. Put it before them"
+            message = f"rule {rule.text} has no effect: earlier rules match all of its modules. Put it before them"
             warnings.warn(message, UserWarning, stacklevel=3)
     return chosen
 
@@ -60,13 +60,13 @@ def _describe_no_match(model: nn.Module, targets: list[Target], rule: Rule, list
         inner = f"'{lists[0].name}.*'"
         kind = type(lists[0].chain[-1]).__name__
         return (
-            f"rule {rule.text} matches {names} of {type(model).__name__} only: a {kind} is never called itself. "
-            f"Its modules are {inner}"
+            f"rule {rule.text} matches only {names} of {type(model).__name__}, and a {kind} is never "
+            f"called itself. Match the modules in it: {inner}"
         )
     if rule.pattern is not None:
         return describe_unmatched(rule.pattern, model, targets)
     classes = list(dict.fromkeys(type(target.chain[-1]).__name__ for target in targets if target.is_called))
-    return f"rule {rule.text} matches no module of {type(model).__name__}; classes there: {list_some(classes)}"
+    return f"rule {rule.text} matches no module of {type(model).__name__}; its classes are {list_some(classes)}"
 
 
 def choose_blocks(model: nn.Module, targets: list[Target], rule: Rule) -> Chosen:
@@ -81,10 +81,15 @@ def choose_blocks(model: nn.Module, targets: list[Target], rule: Rule) -> Chosen
         largest = sorted((t for t in targets if t.name and t.is_called), key=_count_parameters, reverse=True)
         near = list_some([f"'{target.name}'" for target in largest], most=4)
         message = (
-            f"{type(model).__name__} has no repeated blocks: no ModuleList or Sequential holds several modules of one "
-            "class that are more than a layer of torch.\n"
-            "Name the modules to recompute: recollect.apply(model, {'name': recollect.Decision.RECOMPUTE}). "
-            + (f"Its largest are {near}" if near else "It has no modules inside: use recollect.checkpoint(model)")
+            f"{type(model).__name__} has no repeated blocks: no ModuleList or Sequential in it holds "
+            "two or more modules of the same class, apart from torch's own layers.\n"
+            "Name the modules to recompute: recollect.apply(model, "
+            f"{{'name': recollect.Decision.RECOMPUTE}}). "
+            + (
+                f"Its largest modules are {near}"
+                if near
+                else "It has no modules inside: use recollect.checkpoint(model)"
+            )
         )
         raise ValueError(message)
     return chosen
@@ -125,7 +130,7 @@ def check_free(chosen: Chosen, targets: list[Target]) -> None:
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:
             why = (
-                "it is a region already, by an earlier recollect.apply: remove that one first, with "
+                "an earlier recollect.apply has made it a region: remove that first, with "
                 "recollect.remove(model) or handle.remove()"
             )
         if why is not None:
@@ -138,14 +143,16 @@ def check_free(chosen: Chosen, targets: list[Target]) -> None:
             continue
         for region, path in target.inside(compiled):
             message = (
-                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is compiled, and its parts are "
-                "not called one by one.\nApply the rules before torch.compile, or leave this one out"
+                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is compiled, so its "
+                "submodules are not called one by one.\n"
+                "Apply the rules before torch.compile, or leave this rule out"
             )
             raise ValueError(message)
         for region, path in target.inside(earlier):
             message = (
-                f"module '{path}' of '{region.name}' cannot be kept: '{region.name}' is a region by an earlier "
-                "recollect.apply.\nRemove that one (recollect.remove(model)) and pass the rules for both at once"
+                f"module '{path}' of '{region.name}' cannot be kept: an earlier recollect.apply has made "
+                f"'{region.name}' a region.\n"
+                "Remove that (recollect.remove(model)), and pass both sets of rules in one call"
             )
             raise ValueError(message)
 
@@ -161,7 +168,7 @@ def check_sendable(chosen: Chosen) -> None:
             continue
         why = target.refusal
         if why is None and sent_forward_of(target.module) is not None:
-            why = "it is offloaded already, by an earlier recollect.apply: remove that one first (handle.remove())"
+            why = "an earlier recollect.apply offloads it already: remove that first (handle.remove())"
         if why is not None:
             message = f"module '{target.name}' ({type(target.module).__name__}) cannot be offloaded: {why}"
             raise ValueError(message)

@@ -69,7 +69,7 @@ def parse_elsewhere(
         TypeError: the tier is none.
     """
     if not isinstance(offload_inputs, bool):
-        message = f"offload_inputs={offload_inputs!r}: expected True or False. To say where to, pass offload_to="
+        message = f"offload_inputs={offload_inputs!r}: expected True or False. To choose the tier, pass offload_to="
         raise ValueError(message)  # noqa: TRY004 (as for every other option)
     if offload_to is None:
         return Elsewhere(to="host", takes_inputs=True) if offload_inputs else None
@@ -77,8 +77,8 @@ def parse_elsewhere(
         check_tier(offload_to, "offload_to")
     if not offload_inputs and not has_policy:
         message = (
-            f"offload_to={offload_to!r} does nothing: the region offloads nothing. Pass offload_inputs=True, or a "
-            "policy that decides to offload"
+            f"offload_to={offload_to!r} has no effect: this region offloads nothing. Pass "
+            "offload_inputs=True, or a policy that decides to offload"
         )
         raise ValueError(message)
     return Elsewhere(to=offload_to, takes_inputs=offload_inputs)

@@ -123,13 +123,17 @@ def checkpoint(
     """
     if misplaced:
         message = (
-            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} besides the function: it returns "
-            "a function, which takes them.\n"
-            "Write recollect.checkpoint(fn)(*args), or use recollect.compat.checkpoint(fn, *args, use_reentrant=False)."
+            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} besides the "
+            "function: pass them to the function that it returns.\n"
+            "Write recollect.checkpoint(fn)(*args), or use recollect.compat.checkpoint(fn, *args, "
+            "use_reentrant=False)."
         )
         raise TypeError(message)
     if unknown:
-        otherwise = "arguments of the function go to what is returned, as in recollect.checkpoint(fn)(x, name=value)"
+        otherwise = (
+            "pass the function's own arguments to what checkpoint returns, as in "
+            "recollect.checkpoint(fn)(x, name=value)"
+        )
         refuse_unknown("recollect.checkpoint", unknown, (*OPTIONS, "name"), otherwise)
     if fn is None:
         return functools.partial(

@@ -47,8 +47,8 @@ class Applied:
             ValueError: nothing is offloaded, or rules with several `recollect.offload`: ask each of those.
         """
         if len(self._away) != 1:
-            found = "no rule offloads" if not self._away else f"{len(self._away)} offloads are in the rules"
-            message = f"{found}; `report` tells of one. Ask the `recollect.offload` that you gave for its own report"
+            found = "no rule offloads anything" if not self._away else f"the rules hold {len(self._away)} offloads"
+            message = f"{found}; `report` is about one. Call report() of each `recollect.offload` that you passed"
             raise ValueError(message)
         return self._away[0].report()
 

@@ -95,8 +95,8 @@ class InstanceForward(ABC):
         module = self._module()
         if module is None:
             message = (
-                f"the module of this forward ('{self.name}', a region of recollect.apply) has been freed. Keep the "
-                "module and call it, not only its forward"
+                f"the module of this forward ('{self.name}', a region of recollect.apply) has been freed. "
+                "Keep the module alive, and call it instead of its forward"
             )
             raise RuntimeError(message)
         return module

@@ -36,7 +36,7 @@ class _Lever(InstanceForward):
     def _tell_once(self, why: str) -> None:
         if not self._has_told:
             self._has_told = True
-            _log.warning("recollect: the lever on '%s' does nothing: %s", self.name, why)
+            _log.warning("recollect: the lever on '%s' has no effect: %s", self.name, why)
 
 
 class LazyHead(_Lever):
@@ -59,7 +59,7 @@ class LazyHead(_Lever):
         if is_idle or not isinstance(hidden, Tensor):
             return self.__wrapped__(*args, **kwargs)
         if is_sharded(weight) or is_sharded(hidden):
-            self._tell_once("its parameters are spread over processes while it runs")
+            self._tell_once("its parameters are sharded while it runs")
             return self.__wrapped__(*args, **kwargs)
         bias: Any = module.bias
         return LazyLogits(hidden, weight, bias, chunks=self._chunks)
@@ -87,7 +87,7 @@ class ChunkedForward(_Lever):
             return own(*args, **kwargs)
         parameters = list(self._owner().parameters())
         if any(map(is_sharded, (args[0], *parameters))):
-            self._tell_once("its parameters are spread over processes while it runs")
+            self._tell_once("its parameters are sharded while it runs")
             return own(*args)
         if args[0].dim() < 2:  # noqa: PLR2004
             return own(*args)
@@ -108,7 +108,7 @@ class WithGraph(InstanceForward):
         return compute_without_loss(self.__wrapped__(*args, **kwargs))
 
     def __repr__(self) -> str:
-        return f"<forward of '{self.name}', which returns what FSDP can follow>"
+        return f"<forward of '{self.name}', which returns tensors that FSDP can hook>"
 
 
 def make_levers(targets: Sequence[Target], levers: Sequence[PlannedLever]) -> Iterator[InstanceForward]:
@@ -143,14 +143,14 @@ def _find_gatherers(targets: Sequence[Target], head: Target) -> Iterator[WithGra
 def why_not(lever: str, module: nn.Module) -> str:
     """Why a lever cannot be used on a module; empty if it can, as far as its class tells."""
     if any(map(is_gathered, module.modules())):
-        return "FSDP gathers its parameters by themselves: shard the block around it as a whole"
+        return "FSDP gathers its parameters separately: shard the whole block around it instead"
     for part in module.modules():
         own = [one for one in vars(part)["_parameters"].values() if one is not None]
         has_shards, is_swapped = any(map(is_sharded, own)), is_managed(vars(part))
         if has_shards and not is_swapped:
-            return "its parameters are spread over processes while it runs, by tensor parallelism"
+            return "tensor parallelism shards its parameters, also while it runs"
         if is_swapped and own and not has_shards:
-            return "FSDP1 keeps its parameters in pieces of one tensor: use torch.distributed.fsdp.fully_shard"
+            return "FSDP1 keeps its parameters inside one flat tensor: use torch.distributed.fsdp.fully_shard instead"
     if lever == CHUNKED_LOSS and type(module).forward is not nn.Linear.forward:
-        return f"a {type(module).__name__} is no torch.nn.Linear"
+        return f"it is a {type(module).__name__}, not a torch.nn.Linear"
     return ""

@@ -118,13 +118,13 @@ def apply(
     >>> recollect.apply(model, {"layers.*": Decision.RECOMPUTE})
     Traceback (most recent call last):
     ...
-    ValueError: pattern 'layers.*' matches no module of Sequential; near that: '*', ...
+    ValueError: pattern 'layers.*' matches no module of Sequential; did you mean '*'...
     """
     if not isinstance(model, nn.Module):
         message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {reprlib.repr(model)}"
         raise TypeError(message)
     if unknown:
-        otherwise = "its options are 'rules', 'policy', 'every', 'first'; others go to modules by name, as in "
+        otherwise = "it takes 'rules', 'policy', 'every' and 'first'; give other options to modules, as in "
         otherwise += "{'layers.*': {'check': 'values'}}"
         refuse_unknown("recollect.apply", unknown, ("rules", "policy", "every", "first"), otherwise)
     rules = _join_policy(rules, policy)
@@ -137,7 +137,7 @@ def apply(
     else:
         rule, preset = _parse_for_blocks(rules)
         if preset is not None and every is not None:
-            message = f"rules={rules!r} and every={every} both say how many blocks; pass one of them"
+            message = f"rules={rules!r} and every={every} both choose how many blocks to recompute; pass only one"
             raise ValueError(message)
         every = every or preset
         chosen = choose_blocks(model, targets, rule)
@@ -178,7 +178,7 @@ def _put_switches(handle: Applied, model: nn.Module, regions: list[nn.Module]) -
     for switch in switches:
         handle._put(switch)  # noqa: SLF001
     if switches:
-        note = f"{switches[0].name} fills no key/value cache while it trains; generate() keeps its own."
+        note = f"{switches[0].name} does not fill a key/value cache in training; generate() still does."
         handle._notes.append(note)  # noqa: SLF001
 
 
@@ -210,11 +210,16 @@ def _join_policy(rules: Rules | None, policy: PolicyLike | str | None) -> Rules 
     if policy is None or rules is None:
         return rules if policy is None else policy
     if isinstance(rules, str) and rules.startswith("every:"):
-        message = f"rules={rules!r} and policy=: write every={rules.removeprefix('every:')} and policy="
+        message = (
+            f"rules={rules!r} cannot be combined with policy=: write every={rules.removeprefix('every:')}, policy=..."
+        )
     elif isinstance(rules, Mapping):
-        message = "rules say what each module keeps, so policy= has no meaning: write {'layers.*': policy} there"
+        message = (
+            "these rules already say what each module keeps: put the policy there, as in "
+            "{'layers.*': policy}, and leave policy= out"
+        )
     else:
-        message = f"rules={rules!r} and policy={policy!r} both say what the repeated blocks keep; pass one of them"
+        message = f"rules={rules!r} and policy={policy!r} both say what the repeated blocks keep; pass only one"
     raise ValueError(message)
 
 
@@ -233,8 +238,9 @@ def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, i
         value, every = parse_preset(rules)
     elif not callable(value) and not isinstance(value, (Decision, Offload)):
         message = (
-            f"rules: expected a mapping from name pattern, class or predicate to what to do, one of "
-            f"{', '.join(map(repr, PRESETS))}, a recollect.Decision or a policy; not {type(rules).__name__} {rules!r}"
+            f"rules: expected one of {', '.join(map(repr, PRESETS))}, a recollect.Decision, a policy, "
+            "or a mapping from name patterns, classes or predicates to what to do; not "
+            f"{type(rules).__name__} {rules!r}"
         )
         raise TypeError(message)
     away = read_away(value)

@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 from recollect._apply.elsewhere import Elsewhere, Sending, parse_elsewhere
 from recollect._apply.forwards import functions_in
-from recollect._core.patterns import nearest, quote_all
+from recollect._core.patterns import did_you_mean, nearest, quote_all
 from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._offload.offload import Offload, TierLike
@@ -92,12 +92,13 @@ def warn_if_nothing_kept(tally: Tally, where: str) -> None:
     tally.is_reported = True
     op = tally.most_expensive()
     if op in _WEIGHED:
-        advice = f"Keeping {op} there would hold about as much as the plain step. Write 'full' or 'every:2'."
+        advice = f"Keeping {op} there would hold about as much memory as the plain step. Use 'full' or 'every:2'."
     else:
-        advice = f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or write 'full'."
+        advice = f"Keep what is expensive there, as in policy=recollect.policies.save_ops({op!r}), or use 'full'."
     message = (
-        f"'selective' keeps nothing in {where}: nothing ran there that is worth keeping (attention, every second "
-        "matrix product, convolutions before a norm). All of it is recomputed, and the policy only costs time.\n"
+        f"'selective' keeps nothing in {where}: none of what it keeps ran there (attention, every "
+        "second matrix product, convolutions before a norm). Everything is recomputed, so the "
+        "policy only costs time.\n"
         f"{advice}"
     )
     warnings.warn(message, UserWarning, stacklevel=2)
@@ -157,20 +158,20 @@ def parse_mapping(options: Mapping[str, Any]) -> Choices:
     >>> parse_mapping({"earlystop": False})
     Traceback (most recent call last):
     ...
-    ValueError: no option is named 'earlystop'; near that: 'early_stop'
+    ValueError: there is no option 'earlystop'; did you mean 'early_stop'?
     """
     for name in options:
         if name not in OPTIONS:
             near = nearest(str(name), OPTIONS)
-            found = f"near that: {quote_all(near)}" if near else f"options are {quote_all(OPTIONS)}"
-            message = f"no option is named {name!r}; {found}"
+            found = did_you_mean(near) if near else f"the options are {quote_all(OPTIONS)}"
+            message = f"there is no option {name!r}; {found}"
             raise ValueError(message)
     return parse_choices(**options)
 
 
 # What torch calls its options, and what to write here.
 _TORCHS = {
-    "use_reentrant": "leave it out, there is one engine (for torch's two: recollect.compat.checkpoint)",
+    "use_reentrant": "leave it out; there is only one engine (recollect.compat.checkpoint has torch's two)",
     "preserve_rng_state": "write preserve_rng=",
     "determinism_check": "write check='metadata' for 'default', or check='none'",
     "context_fn": "write policy=, as in policy=recollect.policies.save_matmuls",
@@ -195,12 +196,12 @@ def refuse_unknown(caller: str, unknown: Mapping[str, Any], options: Iterable[st
     >>> refuse_unknown("recollect.checkpoint", {"use_reentrant": False}, OPTIONS, "")
     Traceback (most recent call last):
     ...
-    TypeError: recollect.checkpoint has no option use_reentrant=False: leave it out, there is one engine (for torch's
-    two: recollect.compat.checkpoint)
+    TypeError: recollect.checkpoint has no option use_reentrant=False: leave it out; there is only one engine
+    (recollect.compat.checkpoint has torch's two)
     """
     for name, value in unknown.items():
         near = nearest(name, list(options))
-        hint = _TORCHS.get(name) or (f"near that: {quote_all(near)}" if near else otherwise)
+        hint = _TORCHS.get(name) or (did_you_mean(near) if near else otherwise)
         message = f"{caller} has no option {name}={reprlib.repr(value)}: {hint}"
         raise TypeError(message)
 

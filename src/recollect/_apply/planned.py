@@ -13,7 +13,7 @@ from recollect._apply.options import Choices
 from recollect._apply.rules import Rule, describe_away
 from recollect._apply.targets import Target, by_name
 from recollect._core.forecasts import PlannedRegion
-from recollect._core.patterns import nearest_paths, plain_path, quote_all
+from recollect._core.patterns import did_you_mean, nearest_paths, plain_path
 from recollect._core.plans import Plan
 from recollect._core.sharded import is_sharded
 from recollect._offload.offload import Offload, TierLike, make_offload
@@ -31,12 +31,13 @@ def choose_planned(
         ValueError: the plan was made for another model, or names no regions; or an option is given that is for rules.
     """
     if every is not None or first is not None:
-        message = f"every={every}, first={first} are for rules: a plan says which modules it is for"
+        message = f"every={every}, first={first} only work with rules: a plan already names its modules"
         raise ValueError(message)
     if not plan.regions and plan.choices:
         message = (
-            f"plan {plan.name!r} names no regions: it decides values, not modules. Give it to `recollect.partitioner`, "
-            "or have one made for this model: recollect.plan(recollect.profile(model, ...), budget=...)"
+            f"plan {plan.name!r} names no regions: it decides about values, not modules. Pass it to "
+            "`recollect.partitioner`, or make one for this model: "
+            "recollect.plan(recollect.profile(model, ...), budget=...)"
         )
         raise ValueError(message)
     names = by_name(targets)
@@ -102,7 +103,7 @@ def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Targe
     """Why a region cannot be the one that the plan was made for; empty if it can."""
     if target is None:
         near = nearest_paths(region.path, names)
-        return f"has no module '{region.path}'" + (f"; near that: {quote_all(near[:3])}" if near else "")
+        return f"has no module '{region.path}'" + (f" ({did_you_mean(near[:3])})" if near else "")
     module = target.chain[-1]
     if type(module).__name__ != region.kind:
         return f"has a {type(module).__name__} at '{region.path}', where the plan saw a {region.kind}"

@@ -66,8 +66,8 @@ def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
         raise ValueError(message)
     if all(key in OPTIONS for key in rules):
         message = (
-            f"{dict(rules)!r} are options of a region, not modules; give them to modules, as in "
-            f"{{'layers.*': {dict(rules)!r}}}"
+            f"{dict(rules)!r} holds options of a region and names no modules; give the options to "
+            f"modules, as in {{'layers.*': {dict(rules)!r}}}"
         )
         raise ValueError(message)
     shared = functools.cache(make_offload)  # one for all modules, which are parts of one step
@@ -115,7 +115,7 @@ def parse_value(value: str | PolicyLike | Mapping[str, Any]) -> tuple[Choices | 
         elif value == "selective":
             value = selective()
         else:
-            message = f"{value!r} is not known; there are 'full' and 'selective'"
+            message = f"expected 'full' or 'selective', not {value!r}"
             raise ValueError(message)
     if value is Decision.SAVE:
         return None, "save"

@@ -10,7 +10,7 @@ from torch import jit, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recollect._apply.forwards import forward_of, is_called
-from recollect._core.patterns import nearest_paths, plain_path, quote_all
+from recollect._core.patterns import did_you_mean, nearest_paths, plain_path
 
 _COMPILED = "_orig_mod"
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -55,7 +55,7 @@ class Target:
         """Why no region can be made of it; None if one can."""
         if any(_CHECKPOINTED in vars(module)["_modules"] for module in self.chain):
             wrapper = next(type(m).__name__ for m in self.chain if _CHECKPOINTED in vars(m)["_modules"])
-            return f"it is wrapped in a {wrapper} already: remove that, or leave this module out"
+            return f"it is already wrapped in a {wrapper}: remove the wrapper, or leave this module out"
         if isinstance(self.chain[-1], jit.ScriptModule):
             return "it is compiled by TorchScript and has no Python code to run again: use the original module"
         if hasattr(type(forward_of(type(self.chain[-1]))), "__set__"):
@@ -114,7 +114,7 @@ def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) ->
     """What to say of a pattern that matches no module."""
     names = [name for target in targets if target.is_called for name in target.names if name]
     near = nearest_paths(_generalise(pattern.replace("\\", "")), map(_generalise, names))
-    found = f"; near that: {quote_all(near[:_MOST_SHOWN])}" if near else ", which has no modules inside"
+    found = f"; {did_you_mean(near[:_MOST_SHOWN])}" if near else ", which has no modules inside"
     return f"pattern {pattern!r} matches no module of {type(model).__name__}{found}"
 
 

@@ -56,6 +56,7 @@ def _mend_record_stream() -> None:
 def refuse_tier(region: str, sends: str) -> str:
     """Say that a graph cannot send to where a region does."""
     return (
-        f"region '{region}' offloads to {sends}, and compiled code can offload to pinned host memory only. Leave "
-        "offload_to out; or let Dynamo break the graph there (fullgraph=False), and the eager engine runs the region"
+        f"region '{region}' offloads to {sends}, and compiled code can offload only to pinned "
+        "host memory. Leave offload_to out, or let Dynamo break the graph there "
+        "(fullgraph=False), so that the region runs eagerly"
     )

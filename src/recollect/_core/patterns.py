@@ -131,3 +131,13 @@ def quote_all(names: Iterable[str]) -> str:
     "'layers.0', 'head'"
     """
     return ", ".join(map(repr, names))
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """The question that follows a name which does not exist.
+
+    >>> did_you_mean(["layers.0", "layers.1", "head"])
+    "did you mean 'layers.0', 'layers.1' or 'head'?"
+    """
+    *first, last = map(repr, names)
+    return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recollect._core.patterns import nearest, quote_all
+from recollect._core.patterns import did_you_mean, nearest
 from recollect._core.torch_private.ops import higher_order_names, is_overload, op_name, overload_names, packet_name
 from recollect._core.units import list_some
 
@@ -45,7 +45,7 @@ def parse_op(op: OpLike) -> Op:
     >>> parse_op("aten.bm.default")
     Traceback (most recent call last):
     ...
-    ValueError: no operator is named 'aten.bm.default'; near that: 'aten.bmm.default'
+    ValueError: no operator is named 'aten.bm.default'; did you mean 'aten.bmm.default'?
     """
     if isinstance(op, str):
         return Op(_check_name(op))
@@ -101,13 +101,13 @@ def _describe_unknown(text: str, name: str, names: list[str]) -> str:
     library, rest = name.split(".", 1) if "." in name else ("aten", name)
     if library not in libraries:
         near = nearest(library, libraries)
-        message += f": nothing is registered under {library!r}" + (f" (near that: {quote_all(near)})" if near else "")
+        message += f": nothing is registered under {library!r}" + (f" ({did_you_mean(near)})" if near else "")
         return f"{message}.\nIf a package registers it, import that package first."
     known = {other.split(".")[1] for other in names if other.startswith(f"{library}.")}
     higher_order = set() if "." in name else set(higher_order_names())
     found = nearest(rest.partition(".")[0], sorted(known | higher_order))
     near = [short if short in higher_order else _likeliest(f"{library}.{short}", names) for short in found]
-    return f"{message}; " + (f"near that: {quote_all(near)}" if near else f"none under {library!r} has a similar name")
+    return f"{message}; " + (did_you_mean(near) if near else f"none under {library!r} has a similar name")
 
 
 def _describe_stranger(op: Any) -> str:

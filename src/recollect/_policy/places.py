@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from recollect._core.decisions import Decision, Site
-from recollect._core.patterns import compile_pattern, nearest_paths, plain_path, quote_all
+from recollect._core.patterns import compile_pattern, did_you_mean, nearest_paths, plain_path, quote_all
 from recollect._policy.base import Policy, Verdict
 
 
@@ -97,7 +97,7 @@ def _describe_unmatched(pattern: str | type[nn.Module], paths: dict[str, Any]) -
     if isinstance(pattern, str):
         message = f"pattern {pattern!r} matches no module of the region"
         near = nearest_paths(pattern, paths)
-        return f"{message}; modules near that: {quote_all(near)}" if near else f"{message}, which has no modules inside"
+        return f"{message}; {did_you_mean(near)}" if near else f"{message}, which has no modules inside"
     message = f"class {pattern.__name__} matches no module of the region"
     classes = sorted({type(module).__name__ for module in paths.values()})
     return f"{message}; classes there: {', '.join(classes)}" if classes else f"{message}, which has none"
