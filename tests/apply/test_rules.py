@@ -299,7 +299,7 @@ def test_a_list_with_a_forward_of_its_own_is_called() -> None:
         ({"layers.*": "fast"}, "rule 'layers.*': expected 'full' or 'selective', not 'fast'"),
         ({"layers.*": {"earlystop": 1}}, "rule 'layers.*': there is no option 'earlystop'; did you mean 'early_stop'?"),
         ({"layers.*": {"check": "x"}}, "rule 'layers.*': check='x': expected"),
-        ({"re:(": RECOMPUTE}, "pattern 're:(' is not a regular expression"),
+        ({"re:(": RECOMPUTE}, "pattern 're:(' is not a valid regular expression"),
         ("layers.*", "'layers.*' is not one of the ready-made rules 'full', 'selective', 'every:N'"),
         ("every:0", "'every:0': expected a whole number of at least 1"),
         ("every:x", "'every:x': expected a whole number of at least 1"),

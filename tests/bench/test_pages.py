@@ -91,7 +91,7 @@ def test_a_page_gets_tables_and_plots_and_keeps_all_else(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("text", "device", "message"),
-    [("# nothing", "GPU", "has no place for the tables"), (PAGE, "TPU", "nothing was measured on 'TPU'")],
+    [("# nothing", "GPU", "has no markers for the tables"), (PAGE, "TPU", "nothing was measured on 'TPU'")],
 )
 def test_a_page_without_a_place_or_a_device_without_figures_is_refused(
     tmp_path: Path, text: str, device: str, message: str

@@ -42,7 +42,7 @@ def test_a_look_does_not_stand_for_a_measurement() -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text("{}", "utf-8")
-    with pytest.raises(ValueError, match="expected a bench of recollect, found something else"):
+    with pytest.raises(ValueError, match="expected a recollect bench, found something else"):
         Results.read(path)
 
 

@@ -59,7 +59,7 @@ def test_nothing_is_begun_once_the_time_is_up(invoke: Invoke, asked: list[Any]) 
     done = invoke("bench", "Llama", "GPT", "--device", "cpu", "--size", "small", "--limit", "0")
     assert done.code == 0
     assert asked == []
-    assert "GPT, small, eager: left out, the time is up" in done.err
+    assert "GPT, small, eager: skipped, the time is up" in done.err
 
 
 def test_the_largest_is_looked_for_within_a_budget(invoke: Invoke, asked: list[Any]) -> None:
@@ -104,15 +104,15 @@ def test_another_budget_is_another_measurement(invoke: Invoke, asked: list[Any])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("Bert",), "there is no model Bert: expected some of Llama, ResNet"),
+        (("Bert",), "unknown model Bert: expected one or more of Llama, ResNet"),
         (("--size", "huge"), "--size huge: expected small, large, or both"),
         (("--mode", "lazy"), "--mode lazy: expected eager, compiled, or both"),
         (("--largest", "width"), "--largest width: expected batch or length"),
         (("--largest", "batch"), "--largest needs --budget"),
-        (("ViT", "--largest", "length", "--budget", "1GiB"), "--largest length: expected some of Llama, GPT, MoE"),
+        (("ViT", "--largest", "length", "--budget", "1GiB"), "--largest length: only the inputs of Llama, GPT, MoE"),
         (("--largest", "batch", "--budget", "lots"), "--budget: size 'lots'"),
         (("--device", "tpu"), "--device tpu: expected cpu or cuda"),
-        (("--results", "x.txt"), "x.txt: the ending of a file says what to write"),
+        (("--results", "x.txt"), "x.txt: the extension says what to write"),
         (("--page", "none.md"), "none.md"),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_page_of_the_demo_has_a_name_where_none_is_given(invoke: Invoke) -> 
 
 def test_the_page_of_the_demo_needs_an_ending_that_says_so(invoke: Invoke) -> None:
     done = invoke("demo", "--html", "page.txt")
-    expected = "error: page.txt: the ending of a file says what to write; expected .html\n"
+    expected = "error: page.txt: the extension says what to write; expected .html\n"
     assert (done.code, done.err) == (2, expected)
 
 

@@ -44,15 +44,17 @@ def test_piped_help_names_all_commands_and_has_no_escape_codes(invoke: Invoke) -
 def test_each_command_explains_itself_with_examples(invoke: Invoke, command: str) -> None:
     done = invoke(command, "--help")
     assert done.code == 0
-    assert "Examples" in done.out
-    assert f"recollect {command}" in done.out
+    examples = done.out.partition("Examples")[2].splitlines()
+    shown = [line for line in examples if f"recollect {command}" in line]
+    assert shown
+    assert all(line.count(f"recollect {command}") == 1 for line in shown)  # each on a line of its own
 
 
 def test_help_of_profile_tells_the_convention_and_the_exit_codes(invoke: Invoke) -> None:
     text = " ".join(re.sub(r"[│•]", " ", invoke("profile", "--help").out).split())
     assert "a model, or (model, *inputs)" in text
     assert "anything else, such as a loss: the function itself was the step" in text
-    assert "Exit codes: 0 done, 1 the code of the target failed or has no step to profile, 2 wrong usage." in text
+    assert "Exit codes: 0 done, 1 the target's code failed or has no step to profile, 2 wrong usage." in text
 
 
 def test_no_command_at_all_shows_the_help(invoke: Invoke) -> None:

@@ -89,7 +89,7 @@ def test_how_to_take_a_profile_means_nothing_for_one_that_is_there(invoke: Invok
     invoke("profile", "blocks:make_model", "--json", "step.json", "--quiet")
     done = invoke("plan", "step.json", "--budget", "min", "--dry")
     assert done.code == 2
-    assert "--dry says how to take a profile; step.json is one already" in done.err
+    assert "--dry would change how a profile is taken, and step.json is already a profile" in done.err
 
 
 def test_the_plan_alone_goes_to_standard_output_if_asked(invoke: Invoke, folder: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_budget_that_nothing_fits_is_explained_without_a_traceback(invoke: Inv
     [
         (("--budget", "lots"), "--budget: budget 'lots': expected bytes as a whole number"),
         (("--budget", "min", "--tiers", "moon"), "--tiers moon: expected host"),
-        (("--budget", "min", "--out", "plan.txt"), "plan.txt: the ending of a file says what to write"),
+        (("--budget", "min", "--out", "plan.txt"), "plan.txt: the extension says what to write"),
         (("--budget", "min", "--html", "-"), "--html -: a page cannot go to standard output"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_budget_as_a_share_of_an_unknown_device_is_explained(invoke: Invoke) -
 def test_fit_runs_steps_of_its_own_and_takes_no_script(invoke: Invoke) -> None:
     done = invoke("fit", "train.py", "--budget", "min")
     assert done.code == 2
-    assert "train.py is a script, and fit runs steps of its own" in done.err
+    assert "train.py is a script, and fit has to run steps itself" in done.err
 
 
 def test_a_lever_is_used_where_the_budget_needs_it(invoke: Invoke) -> None:
@@ -226,7 +226,7 @@ def test_what_cannot_be_found_out_is_explained(
 def test_an_unknown_needs_a_budget_in_bytes_and_a_function(invoke: Invoke) -> None:
     done = invoke("plan", "blocks:make_sized", "--device", "H100", "--budget", "min", "--unknown", "batch")
     assert done.code == 2
-    assert "--budget min: the largest batch is looked for within a number of bytes" in done.err
+    assert "--budget min: to find the largest batch, give a number of bytes or a share" in done.err
     done = invoke("plan", "train.py", "--budget", "1GiB", "--unknown", "batch")
     assert done.code == 2
-    assert "--unknown is a parameter of a function; train.py is a script" in done.err
+    assert "--unknown names a parameter of a function, and train.py is a script" in done.err

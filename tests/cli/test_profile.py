@@ -55,8 +55,8 @@ def test_a_function_that_is_the_step_runs_before_it_is_profiled(invoke: Invoke) 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return torch.ones(2) + 1", "ran 2 operators and no backward, so nothing is kept for one: return the loss"),
-        ("return {'loss': 1.0}", "ran no operator of torch: name a function that runs a step, "),
+        ("return torch.ones(2) + 1", "ran 2 operators and no backward, so nothing is saved for one: return the loss"),
+        ("return {'loss': 1.0}", "ran no torch operators: name a function that runs a step, "),
     ],
 )
 def test_a_step_without_backward_is_refused(invoke: Invoke, folder: Path, body: str, message: str) -> None:
@@ -91,8 +91,8 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (
             ["train.py:make_model", "--dtype", "bf17"],
             (
-                "--dtype bf17: expected a floating-point type of torch, "
-                "one of bf16, bfloat16, float16, float32, float64, fp16, fp32, fp64, half"
+                "--dtype bf17: expected one of torch's floating-point types: bf16, bfloat16, float16, float32, "
+                "float64, fp16, fp32, fp64, half"
             ),
         ),
         (
@@ -106,24 +106,27 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (["train.py:make_model", "--optimizer", "nomod:X"], "--optimizer nomod:X: No module named 'nomod'"),
         (
             ["train.py", "--device", "cpu"],
-            "--device says how to run a function; train.py is a script, which runs as written",
+            "--device is for functions, and train.py is a script, which runs as written",
         ),
         (
             ["train.py", "--dry"],
-            "--dry says how to run a function; train.py is a script, which runs as written",
+            "--dry is for functions, and train.py is a script, which runs as written",
         ),
         (
             ["train.py:make_model", "--", "--lr", "3"],
-            "train.py:make_model is a function and takes no arguments, not --lr 3; only scripts do",
+            (
+                "train.py:make_model is a function, and only scripts take arguments after --: leave out --lr 3, "
+                "or use --set"
+            ),
         ),
         (
             ["train.py:make_step", "--dry"],
-            "--dry needs the model itself: let train.py:make_step return (model, *inputs), or a mapping",
+            "--dry needs the model itself: let train.py:make_step return (model, *inputs), or a mapping with 'model'",
         ),
-        (["train.py:make_model", "--html", "-"], "--html -: a page cannot go to standard output; give a file"),
+        (["train.py:make_model", "--html", "-"], "--html -: a page cannot go to standard output; name a file"),
         (
             ["train.py:make_model", "--html", "x.htm"],
-            "x.htm: the ending of a file says what to write; expected .html",
+            "x.htm: the extension says what to write; expected .html",
         ),
         (["train.py:make_model", "--json", "no/x.json"], "no/x.json: there is no folder no"),
         (["nowhere:make", "--json", "."], ". is a folder: name a file in it"),
@@ -140,14 +143,14 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         ),
         (
             ["train.py:CALLS"],
-            "'CALLS' of train.py is a list, and a function is needed, which is called without arguments",
+            "'CALLS' of train.py is a list; expected a function that can be called without arguments",
         ),
         (
             ["train.py:train"],
             (
-                "train.py:train takes arguments, (steps), and train has no 'steps': give the module variables of these "
-                "names, or name a function without arguments that makes the model and its inputs, and returns them or "
-                "runs the step"
+                "train.py:train takes arguments, (steps), and train has no 'steps': define module variables with "
+                "these names, or name a function without arguments that makes the model and its inputs and either "
+                "returns them or runs the step"
             ),
         ),
     ],
@@ -183,7 +186,7 @@ def test_a_device_that_is_not_here_is_refused_with_the_way_out(invoke: Invoke) -
     done = invoke("profile", "train.py:make_model", "--device", "H200")
     assert done.code == 2
     assert done.err.startswith("error: --device H200: no step can run there: ")
-    assert done.err.endswith("; --dry estimates for a device that is not here\n")
+    assert done.err.endswith("; --dry estimates for a device that this machine does not have\n")
 
 
 def test_a_dry_profile_estimates_for_a_device_that_is_not_here_without_memory(invoke: Invoke, folder: Path) -> None:
@@ -216,7 +219,7 @@ def make():
 def test_a_device_that_nobody_knows_is_refused_before_anything_runs(invoke: Invoke) -> None:
     done = invoke("profile", "no_such_module:make", "--dry", "--device", "abacus")
     assert done.code == 2
-    assert done.err.startswith("error: --device abacus: no device 'abacus' is known; those known are ")
+    assert done.err.startswith("error: --device abacus: unknown device 'abacus'; expected one of ")
 
 
 # Failures of the user's code.
@@ -400,7 +403,7 @@ def test_a_place_that_may_not_be_written_is_refused_before_anything_runs(
     needed = Path("x.json" if there else ".")
     monkeypatch.setattr("os.access", lambda path, mode: (path, mode) != (needed, os.W_OK))
     done = invoke("profile", "nowhere:make", "--json", "x.json")
-    expected = f"error: x.json cannot be written: there is no permission to write to {needed}\n"
+    expected = f"error: x.json cannot be written: no permission to write to {needed}\n"
     assert (done.code, done.err) == (2, expected)
 
 

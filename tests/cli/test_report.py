@@ -72,12 +72,12 @@ def test_quiet_says_nothing_of_the_file(invoke: Invoke) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"recollect": "profile", ', "expected a profile of recollect as JSON: "),
-        ("[1, 2]", "expected a profile of recollect, found something else"),
-        ('{"recollect": "plan", "version": 1}', "expected a profile of recollect, found a plan of recollect"),
+        ('{"recollect": "profile", ', "expected a recollect profile as JSON: "),
+        ("[1, 2]", "expected a recollect profile, found something else"),
+        ('{"recollect": "plan", "version": 1}', "expected a recollect profile, found a recollect plan"),
         (
             '{"recollect": "profile", "version": 99}',
-            "this profile is of version 99, and this recollect reads up to version 3: upgrade recollect, ",
+            "this profile has version 99, and this recollect reads versions up to 3: upgrade recollect, ",
         ),
         ('{"recollect": "profile", "version": 1}', "profile: storages, calls missing"),
     ],
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_profile_is_refused_with_exit_code_2(
 def test_a_file_that_is_no_text_is_refused(invoke: Invoke, folder: Path) -> None:
     (folder / "odd.json").write_bytes(b"\x80\x02}q\x00.")
     done = invoke("report", "odd.json")
-    expected = "error: odd.json: expected a profile of recollect as JSON, found something that is not text\n"
+    expected = "error: odd.json: expected a recollect profile as JSON, and this is not text\n"
     assert (done.code, done.err) == (2, expected)
 
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_not_there_is_refused(invoke: Invoke) -> None:
 def test_an_ending_that_says_nothing_is_refused(invoke: Invoke) -> None:
     done = invoke("report", "step.json", "--to", "x.doc")
     expected = (
-        "error: x.doc: the ending of a file says what to write; "
+        "error: x.doc: the extension says what to write; "
         "expected .html or .png or .svg or .pdf or .trace.json or .txt or .json\n"
     )
     assert (done.code, done.err) == (2, expected)

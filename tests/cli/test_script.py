@@ -52,8 +52,8 @@ def test_a_script_that_ends_too_early_says_how_far_it_came(invoke: Invoke) -> No
     done = invoke("profile", "train.py", "--", "1")
     assert done.code == 1
     assert done.err == (
-        "error: train.py ended after 1 step of its optimizer, and step 2 was to be profiled: give `--step 1`, or let "
-        "it run longer\n"
+        "error: train.py ended after 1 optimizer step, before step 2, which was to be profiled: pass `--step 1`, or "
+        "let it run longer\n"
     )
 
 
@@ -61,7 +61,7 @@ def test_a_script_without_steps_says_so(invoke: Invoke) -> None:
     done = invoke("profile", "train.py", "--", "0")
     assert done.code == 1
     assert done.err == (
-        "error: train.py ended without a step of an optimizer, so there is none to profile: name a function that runs "
+        "error: train.py ended without an optimizer step, so there is nothing to profile: name a function that runs "
         "a step, train.py:function\n"
     )
 
@@ -113,8 +113,8 @@ def test_the_first_step_of_a_script_without_modules_has_no_beginning_and_that_is
     done = invoke("profile", "functional.py", "--step", "1")
     assert done.code == 1
     assert done.err == (
-        "error: functional.py called no torch.nn.Module in step 1, and the first call of one is where a step begins: "
-        "give `--step 2`, or name a function that runs a step, functional.py:function\n"
+        "error: functional.py called no torch.nn.Module in step 1, and a step begins where one is first "
+        "called: pass `--step 2`, or name a function that runs a step, functional.py:function\n"
     )
 
 

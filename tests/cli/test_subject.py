@@ -43,7 +43,7 @@ def test_a_mapping_that_says_nothing_is_refused(invoke: Invoke, folder: Path, re
     assert (done.code, done.err) == (2, f"error: {message}\n")
 
 
-ONLY_BEGINS = "which does nothing when it is called: name a function with"
+ONLY_BEGINS = "which does nothing when it is called: name a function that"
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,19 @@ ONLY_BEGINS = "which does nothing when it is called: name a function with"
     [
         (
             "async def make(): print('ran')",
-            f"odd.py:make is a coroutine, {ONLY_BEGINS} asyncio.run(...) inside",
+            f"odd.py:make is a coroutine, {ONLY_BEGINS} calls asyncio.run(...)",
         ),
         (
             "def make(): yield",
-            f"odd.py:make is a generator, {ONLY_BEGINS} a loop over it inside",
+            f"odd.py:make is a generator, {ONLY_BEGINS} loops over it",
         ),
         (
             "async def run(): pass\ndef make(): return run",
-            f"what odd.py:make returned is a coroutine, {ONLY_BEGINS} asyncio.run(...) inside",
+            f"what odd.py:make returned is a coroutine, {ONLY_BEGINS} calls asyncio.run(...)",
         ),
         (
             "async def run(): pass\ndef make(): return {'step': run}",
-            f"'step' of what odd.py:make returned is a coroutine, {ONLY_BEGINS} asyncio.run(...) inside",
+            f"'step' of what odd.py:make returned is a coroutine, {ONLY_BEGINS} calls asyncio.run(...)",
         ),
     ],
     ids=["coroutine", "generator", "returned", "in a mapping"],

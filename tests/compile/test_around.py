@@ -75,7 +75,7 @@ def test_a_mismatch_says_what_was_compiled_again_and_what_to_do() -> None:
     with pytest.raises(recollect.MismatchError) as caught:
         loss.backward()
     text = str(caught.value)
-    assert "Or recomputation ran another compiled version than forward. torch.compile has compiled again:" in text
+    assert "Or recomputation ran a different compiled version than forward did. torch.compile has recompiled:" in text
     assert "body (test_around.py:" in text
     assert "torch._dynamo.mark_dynamic(tensor, dim)" in text
     assert "TORCH_LOGS=recompiles" in text

@@ -45,12 +45,12 @@ def test_a_pattern_matches_these_and_not_those(pattern: str, matching: list[str]
         (
             "re:(a",
             ValueError,
-            "pattern 're:(a' is not a regular expression: missing ), unterminated subpattern at position 0",
+            "pattern 're:(a' is not a valid regular expression: missing ), unterminated subpattern at position 0",
         ),
         (
             "a.[z-a]",
             ValueError,
-            "pattern 'a.[z-a]' is not a pattern: bad character range z-a at position 4",
+            "pattern 'a.[z-a]' is not a valid pattern: bad character range z-a at position 4",
         ),
         (3, TypeError, "expected a pattern as a string, not int 3"),
     ],

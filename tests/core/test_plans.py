@@ -99,12 +99,12 @@ def test_a_plan_names_the_choices_that_match_nothing() -> None:
 
 
 def test_a_bad_pattern_is_refused_when_the_choice_is_made() -> None:
-    with pytest.raises(ValueError, match="pattern 're:\\(' is not a regular expression"):
+    with pytest.raises(ValueError, match="pattern 're:\\(' is not a valid regular expression"):
         Choice(decision=Decision.SAVE, module="re:(")
 
 
 def test_an_exact_choice_needs_the_whole_site() -> None:
-    with pytest.raises(ValueError, match="an exact site has a region, a module, an op, a call and an output"):
+    with pytest.raises(ValueError, match="an exact choice needs a region, a module, an op, a call and an output"):
         Choice(decision=Decision.SAVE, op="aten.mm.default", is_exact=True)
 
 
@@ -117,5 +117,5 @@ def test_a_plan_shows_itself_in_a_line() -> None:
 
 
 def test_a_plan_of_a_later_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="this plan is of version 7, and this recollect reads up to version 3"):
+    with pytest.raises(ValueError, match="this plan has version 7, and this recollect reads versions up to 3"):
         Plan.from_json('{"recollect": "plan", "version": 7}')

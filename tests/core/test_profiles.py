@@ -86,11 +86,17 @@ def test_what_a_call_writes_into_counts_as_read() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"storages": STEP.storages[:2]}, "call 3 (aten.sum.default) refers to storage 2, and there are 2"),
-        ({"saved": (Saved(storage=1, by=9),)}, "Saved(storage=1, by=9, reader=None) refers to call 9, and there are 5"),
+        (
+            {"storages": STEP.storages[:2]},
+            "call 3 (aten.sum.default) refers to storage 2, and the profile has 2 storages",
+        ),
+        (
+            {"saved": (Saved(storage=1, by=9),)},
+            "Saved(storage=1, by=9, reader=None) refers to call 9, and the profile has 5 calls",
+        ),
         (
             {"calls": (OpCall(op="aten.sum.default", forward=7),), "saved": ()},
-            "call 0 (aten.sum.default) refers to call 7, and there are 1",
+            "call 0 (aten.sum.default) refers to call 7, and the profile has 1 call",
         ),
     ],
 )
@@ -104,14 +110,14 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("[", "expected a profile of recollect as JSON: Expecting value: line 1 column 2 (char 1)"),
-        ("[]", "expected a profile of recollect, found something else"),
-        ('{"recollect": "plan"}', "expected a profile of recollect, found a plan of recollect"),
+        ("[", "expected a recollect profile as JSON: Expecting value: line 1 column 2 (char 1)"),
+        ("[]", "expected a recollect profile, found something else"),
+        ('{"recollect": "plan"}', "expected a recollect profile, found a recollect plan"),
         (
             '{"recollect": "profile", "version": 4}',
             (
-                "this profile is of version 4, and this recollect reads up to version 3: upgrade recollect, or write "
-                "the profile anew"
+                "this profile has version 4, and this recollect reads versions up to 3: upgrade recollect, or make "
+                "the profile again"
             ),
         ),
         ('{"recollect": "profile", "version": 1, "storages": []}', "profile: calls missing"),
@@ -142,21 +148,33 @@ def test_text_that_is_no_profile_is_refused_in_words(text: str, error: str) -> N
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"fixed_bytes": -1}, "the profile has fixed_bytes of -1"),
-        ({"rounding_bytes": 0}, "the profile has rounding_bytes of 0"),
-        ({"storages": (Storage(bytes=2**63),)}, f"storage 0 has bytes of {2**63}"),
+        ({"fixed_bytes": -1}, "the profile has fixed_bytes=-1: expected 0 or more, and less than 2**63"),
+        ({"rounding_bytes": 0}, "the profile has rounding_bytes=0: expected at least 1"),
+        (
+            {"storages": (Storage(bytes=2**63),)},
+            f"storage 0 has bytes={2**63}: expected 0 or more, and less than 2**63",
+        ),
         (
             {"storages": (Storage(bytes=1, made_at=2),)},
-            "storage 0 is made at call 2 and freed at call None, and there are 1",
+            "storage 0 is made at call 2 and freed at call None, and the profile has 1 call",
         ),
         (
             {"storages": (Storage(bytes=1, made_at=1, freed_at=0),)},
-            "storage 0 is made at call 1 and freed at call 0, and there are 1",
+            "storage 0 is made at call 1 and freed at call 0, and the profile has 1 call",
         ),
-        ({"calls": (OpCall(op="a", seconds=float("nan")),)}, "call 0 (a) takes nan seconds"),
-        ({"calls": (OpCall(op="a", seconds=-1.0),)}, "call 0 (a) takes -1.0 seconds"),
-        ({"calls": (OpCall(op="a", flops=-1),)}, "call 0 (a) has flops of -1"),
-        ({"calls": (OpCall(op="a", workspace_bytes=-1),)}, "call 0 (a) has workspace_bytes of -1"),
+        (
+            {"calls": (OpCall(op="a", seconds=float("nan")),)},
+            "call 0 (a) takes nan seconds: expected 0 or more, and less than 1e+09",
+        ),
+        (
+            {"calls": (OpCall(op="a", seconds=-1.0),)},
+            "call 0 (a) takes -1.0 seconds: expected 0 or more, and less than 1e+09",
+        ),
+        ({"calls": (OpCall(op="a", flops=-1),)}, "call 0 (a) has flops=-1: expected 0 or more, and less than 2**63"),
+        (
+            {"calls": (OpCall(op="a", workspace_bytes=-1),)},
+            "call 0 (a) has workspace_bytes=-1: expected 0 or more, and less than 2**63",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(change: dict[str, Any], text: str) -> None:
@@ -167,7 +185,7 @@ def test_numbers_that_cannot_be_are_refused(change: dict[str, Any], text: str) -
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\x00"])
 def test_text_that_is_damaged_in_any_way_is_a_value_error(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a profile of recollect"):
+    with pytest.raises(ValueError, match="expected a recollect profile"):
         Profile.from_json(text)
 
 

@@ -165,9 +165,9 @@ def test_strictness_switches_the_defaults_off_wherever_it_stands() -> None:
 
 
 def test_something_must_be_combined() -> None:
-    with pytest.raises(ValueError, match=r"^first_match\(\) has no policy; to save nothing, use save_nothing$"):
+    with pytest.raises(ValueError, match=r"^first_match\(\) needs a policy; to save nothing, use save_nothing$"):
         policies.first_match()
-    with pytest.raises(ValueError, match=r"^per_region\(\{\}\) has no region; to save nothing, use save_nothing$"):
+    with pytest.raises(ValueError, match=r"^per_region\(\{\}\) names no region; to save nothing, use save_nothing$"):
         policies.per_region({})
 
 
@@ -180,7 +180,7 @@ def test_only_policies_are_combined(wrap: Any) -> None:
 def test_regions_are_given_by_pattern() -> None:
     with pytest.raises(TypeError, match=r"^expected a policy: .*; not int 3$"):
         policies.per_region({"a": 3})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="is not a regular expression"):
+    with pytest.raises(ValueError, match="is not a valid regular expression"):
         policies.per_region({"re:(": policies.save_all})
     with pytest.raises(TypeError) as caught:
         policies.per_region([policies.save_all])  # type: ignore[arg-type]

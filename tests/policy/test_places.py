@@ -93,7 +93,7 @@ def test_save_modules_matches_sites_in_and_inside_a_module() -> None:
         (
             nn.Conv2d,
             (
-                "class Conv2d matches no module of the region; classes there: Block, LayerNorm, Linear, ModuleList, "
+                "class Conv2d matches no module of the region; its classes are Block, LayerNorm, Linear, ModuleList, "
                 "Sequential"
             ),
         ),
@@ -136,16 +136,16 @@ def test_a_module_is_named_by_path_or_class(patterns: tuple[Any, ...], text: str
 
 
 def test_something_must_be_named() -> None:
-    with pytest.raises(ValueError, match=r"^save_names\(\) has no name; to save nothing, use save_nothing$"):
+    with pytest.raises(ValueError, match=r"^save_names\(\) needs a name; to save nothing, use save_nothing$"):
         policies.save_names()
-    with pytest.raises(ValueError, match=r"^save_modules\(\) has no pattern; to save nothing, use save_nothing$"):
+    with pytest.raises(ValueError, match=r"^save_modules\(\) needs a pattern; to save nothing, use save_nothing$"):
         policies.save_modules()
 
 
 def test_bad_patterns_are_refused_when_the_policy_is_made() -> None:
-    with pytest.raises(ValueError, match=r"pattern 're:\(' is not a regular expression"):
+    with pytest.raises(ValueError, match=r"pattern 're:\(' is not a valid regular expression"):
         policies.save_names("re:(")
-    with pytest.raises(ValueError, match=r"pattern 're:\(' is not a regular expression"):
+    with pytest.raises(ValueError, match=r"pattern 're:\(' is not a valid regular expression"):
         policies.save_modules("re:(")
     with pytest.raises(TypeError, match="expected a pattern as a string, not int 3"):
         policies.save_names(3)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def write_page(results: Results, page: Path, *, device: str) -> list[Path]:
     """
     text = page.read_text("utf-8")
     if not _PLACE.search(text):
-        message = f"{page} has no place for the tables: <!-- table: frontier --> ... <!-- end -->"
+        message = f"{page} has no markers for the tables: expected <!-- table: frontier --> ... <!-- end -->"
         raise ValueError(message)
     if not any(one.cell.device == device for one in results.measured):
         message = f"nothing was measured on {device!r}"

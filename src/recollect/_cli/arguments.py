@@ -24,7 +24,7 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="Where to run: cpu, cuda, cuda:1. With --dry what to estimate for: cuda, H200.",
+        help="Where to run: cpu, cuda, cuda:1. With --dry, the device to estimate for: cuda, H200.",
     ),
 ]
 DtypeOption = Annotated[
@@ -40,13 +40,13 @@ OptimizerOption = Annotated[
     ),
 ]
 DryOption = Annotated[
-    bool, typer.Option("--dry", help="Run nothing: estimate from shapes, without the memory and the device.")
+    bool, typer.Option("--dry", help="Run nothing: estimate from shapes. Needs neither the memory nor the device.")
 ]
 StepOption = Annotated[
-    int, typer.Option("--step", metavar="N", min=1, help="Which step of a script to profile, from 1.")
+    int, typer.Option("--step", metavar="N", min=1, help="Which step of a script to profile, counting from 1.")
 ]
 TracebackOption = Annotated[
-    bool, typer.Option("--traceback", help="If something fails, show the frames of recollect, too.")
+    bool, typer.Option("--traceback", help="On failure, show recollect's own stack frames too.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
 BudgetOption = Annotated[
@@ -54,47 +54,48 @@ BudgetOption = Annotated[
     typer.Option(
         "--budget",
         metavar="BUDGET",
-        help="The most that the whole step may take of the device: 16GiB, 80%, min (the smallest), fastest.",
+        help="The most device memory that the whole step may take: 16GiB, 80%, min (as little as possible), fastest.",
     ),
 ]
 TiersOption = Annotated[
-    str | None, typer.Option("--tiers", metavar="TIER", help="host: values may also wait in host memory.")
+    str | None, typer.Option("--tiers", metavar="TIER", help="host: values may also be moved to host memory.")
 ]
 LeverOption = Annotated[
     list[str] | None,
     typer.Option(
         "--lever",
         metavar="NAME",
-        help="What may be done beyond values: chunked_loss, chunked_mlp, micro_batches; may be repeated.",
+        help="What else the plan may change: chunked_loss, chunked_mlp, micro_batches; may be repeated.",
     ),
 ]
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FILE", help="File for the plan; - for standard output, and no text.")
+    Path,
+    typer.Option("--out", metavar="FILE", help="File for the plan; - prints it to standard output, and nothing else."),
 ]
 PageOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="File for a page to open in a browser.")
+    Path | None, typer.Option("--html", metavar="FILE", help="File for an HTML page to open in a browser.")
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=N", help="A whole number that the function is called with; may be repeated."),
+    typer.Option("--set", metavar="NAME=N", help="An argument of the function, a whole number; may be repeated."),
 ]
 UnknownOption = Annotated[
     str | None,
     typer.Option(
         "--unknown",
         metavar="NAME",
-        help="Look for the largest value of this parameter of the function that fits: batch, length. Implies --dry.",
+        help="Find the largest value of this parameter of the function that fits: batch, length. Implies --dry.",
     ),
 ]
 MultipleOption = Annotated[
-    int, typer.Option("--multiple-of", metavar="N", min=1, help="What the unknown is a multiple of.")
+    int, typer.Option("--multiple-of", metavar="N", min=1, help="Only try multiples of this number.")
 ]
 WorldOption = Annotated[
     int,
     typer.Option("--world", metavar="N", min=1, help="How many devices share the model's state. Implies --dry."),
 ]
 ShardOption = Annotated[
-    str, typer.Option("--shard", metavar="HOW", help="How they share it: fsdp2, each repeated block a unit.")
+    str, typer.Option("--shard", metavar="HOW", help="How they share it: fsdp2, with each repeated block as a unit.")
 ]
 
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def bench(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODELS", help=f"Some of {', '.join(MODELS)}; all by default.", show_default=False),
+        typer.Argument(
+            metavar="MODELS", help=f"Which models: {', '.join(MODELS)}; all by default.", show_default=False
+        ),
     ] = None,
     *,
     device: Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda.")] = None,
@@ -32,26 +34,28 @@ def bench(
     mode: Annotated[str | None, typer.Option("--mode", metavar="MODES", help="eager, compiled, or both.")] = None,
     largest: Annotated[
         str | None,
-        typer.Option("--largest", metavar="WHAT", help="batch or length: look for the largest within --budget."),
+        typer.Option("--largest", metavar="WHAT", help="batch or length: find the largest that fits --budget."),
     ] = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="BYTES", help="For --largest: the most a step may take.")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="How often all take a turn.")] = 5,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps of a turn.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, eager, few steps: a look.")] = False,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=1, help="Rounds, in which each contender takes a turn.")
+    ] = 5,
+    repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps in each turn.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: small sizes, eager, few steps.")] = False,
     limit: Annotated[
         float | None,
         typer.Option(
             "--limit",
             metavar="SECONDS",
-            help="Begin no further measurement after that; of the largest, no further contender.",
+            help="Start nothing new after this time: no measurement, and with --largest no contender.",
         ),
     ] = None,
     results: Annotated[
-        Path, typer.Option("--results", metavar="FILE", help="File to which measurements are appended.")
+        Path, typer.Option("--results", metavar="FILE", help="File that measurements are appended to.")
     ] = Path("bench.json"),
-    again: Annotated[bool, typer.Option("--again", help="Measure also what the file has already.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what the file already has.")] = False,
     page: Annotated[
         Path | None,
         typer.Option("--page", metavar="FILE", help="Measure nothing: write tables and plots into this page."),
@@ -60,9 +64,9 @@ def bench(
 ) -> None:
     """Measure step time against peak memory: recollect at seven budgets beside its rivals.
 
-    Each model, size and mode runs in a process of its own, in which all contenders take turns. What is measured is
-    appended to bench.json; run it again to go on where it stopped. What this version of recollect and torch has
-    measured on this device already is not measured again.
+    Each model, size and mode runs in a process of its own, in which the contenders take turns. Measurements are
+    appended to bench.json. Run the command again to continue where it stopped: what these versions of recollect and
+    torch have already measured on this device is not measured again.
 
     **Exit codes**: 0 done, 1 a measurement failed, 2 wrong usage.
 
@@ -90,7 +94,7 @@ def bench(
         modes = [f"largest {largest}"]
         chosen = [model for model in chosen if largest == "batch" or model in WITH_LENGTH]
         if not chosen:
-            fail(f"--largest length: expected some of {', '.join(WITH_LENGTH)}, whose inputs have a length")
+            fail(f"--largest length: only the inputs of {', '.join(WITH_LENGTH)} have a length")
     cells = list_cells(chosen, sizes, modes, device=name, torch=str(torch.__version__), commit=find_commit())
     if quick:
         rounds, repeats = 2, 2
@@ -124,7 +128,7 @@ def _measure(
             continue
         left = None if limit is None else limit - (time.monotonic() - started)
         if left is not None and left <= 0:
-            say(f"{what}: left out, the time is up")
+            say(f"{what}: skipped, the time is up")
             continue
         earlier = found.reaches if found is not None else ()
         with show_progress(f"{what} ({number} of {len(cells)})", quiet=quiet):
@@ -138,9 +142,9 @@ def _measure(
             append(path, measured)
         print_measured(measured)
         if measured.is_partial:
-            say(f"{what}: the time is up before all contenders; run it again to go on")
+            say(f"{what}: the time ran out before every contender was measured; run it again to continue")
     if not quiet:
-        say(f"measurements are in {path}; to make tables and plots of them: recollect bench --page FILE")
+        say(f"measurements are in {path}; to make tables and plots from them: recollect bench --page FILE")
     if has_failed:
         raise typer.Exit(FAILED)
 
@@ -216,7 +220,7 @@ def _write_page(page: Path, results: Path, device: str, *, quiet: bool) -> None:
 def _match(name: str) -> str:
     by_lower = {model.lower(): model for model in MODELS}
     if name.lower() not in by_lower:
-        fail(f"there is no model {name}: expected some of {', '.join(MODELS)}")
+        fail(f"unknown model {name}: expected one or more of {', '.join(MODELS)}")
     return by_lower[name.lower()]
 
 

@@ -155,7 +155,7 @@ def check_host_memory() -> Iterator[Check]:
     """Memory of the host, and the limit of the container if that is less."""
     total, available = host_memory()
     if total is None:
-        yield Check(name="host memory", state=State.LIMITED, found="unknown: this system does not tell")
+        yield Check(name="host memory", state=State.LIMITED, found="unknown: this system does not say")
         return
     found = f"{format_bytes(available or total)} available of {format_bytes(total)}"
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -181,7 +181,7 @@ def host_memory() -> tuple[int | None, int | None]:
 def check_pinning() -> Iterator[Check]:
     """How much host memory can be locked for fast copies: the limit that is set, and what could be had."""
     limit = _locked_limit()
-    said = f"limit of locked memory (ulimit -l): {'none' if limit is None else format_bytes(limit)}"
+    said = f"limit on locked memory (ulimit -l): {'none' if limit is None else format_bytes(limit)}"
     if not torch.accelerator.is_available():
         yield Check(name="pinned memory", state=State.ABSENT, found=f"nothing to copy to; {said}")
         return
@@ -191,7 +191,9 @@ def check_pinning() -> Iterator[Check]:
     if pinned:
         yield Check(name="pinned memory", state=State.OK, found=f"{format_bytes(pinned)} allocated as a test; {said}")
     else:
-        advice = "raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or copies take pageable memory"
+        advice = (
+            "raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), otherwise copies use pageable memory"
+        )
         yield Check(name="pinned memory", state=State.LIMITED, found=f"none could be allocated; {said}", advice=advice)
 
 
@@ -251,7 +253,7 @@ def check_distributed() -> Iterator[Check]:
     from torch import distributed
 
     if not distributed.is_available():
-        yield Check(name="distributed", state=State.ABSENT, found="this torch is built without")
+        yield Check(name="distributed", state=State.ABSENT, found="this torch was built without it")
         return
     ways = {
         "nccl": distributed.is_nccl_available(),

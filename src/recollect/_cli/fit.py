@@ -46,11 +46,11 @@ def fit(
 ) -> None:
     """Fit a training step into a budget, and measure it: profile, plan, apply, run, compare, correct.
 
-    TARGET is a function as `recollect profile` takes it. Its step runs under the plan; where it takes more than the
-    budget, a tighter plan is made. What is printed has the measured figures beside the predicted ones; the plan is
-    written to plan.json, for `recollect.apply`, and plan.html shows what other budgets would give.
+    TARGET is a function, as for `recollect profile`. Its step runs under the plan; if that takes more than the budget,
+    a tighter plan is made. Measured figures are printed beside the predicted ones. The plan is written to plan.json for
+    `recollect.apply`, and plan.html shows what other budgets would give.
 
-    **Exit codes**: 0 done, 1 nothing fits or the code of the target failed, 2 wrong usage.
+    **Exit codes**: 0 done, 1 nothing fits or the target's code failed, 2 wrong usage.
 
     **Examples**
 
@@ -76,8 +76,9 @@ def fit(
             found = find_target(target)
             if not isinstance(found, Function):
                 fail(
-                    f"{target} is a script, and fit runs steps of its own: name a function that returns the model and "
-                    f"its inputs, or runs a step, {target}:function. For a script as it runs: recollect plan {target}"
+                    f"{target} is a script, and fit has to run steps itself: name a function that returns the model "
+                    f"and its inputs, or runs a step, {target}:function. "
+                    f"To plan for the script: recollect plan {target}"
                 )
             fitted = _fit(options, found, progress, budget=budget, tiers=tiers, levers=lever or ())
     outputs.write(fitted.plan, fitted.profile, tiers=tiers)
@@ -92,7 +93,7 @@ def _fit(options: Options, function: Function, progress: ShowProgress, **how: An
             return recollect.fit(subject.what, batch, progress=progress, **given, **how)  # type: ignore[arg-type]
         modules = seen.list_modules()
         if not modules:
-            fail(f"{function.name} called no torch.nn.Module, and fit makes parts of one regions")
+            fail(f"{function.name} called no torch.nn.Module, and fit needs one to apply a plan to")
         return recollect.fit(modules[0], step=gather_step(subject, seen), progress=progress, **how)
 
 
@@ -108,6 +109,9 @@ def _bind_batch(subject: "Subject", name: str) -> Any:
     names = signature.bind(*subject.inputs, **kwargs).arguments
     kinds = {signature.parameters[key].kind for key in names if key not in kwargs}
     if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
-        fail(f"{name} gives both positional inputs and keywords, and the model cannot take them all by keyword")
+        fail(
+            f"{name} returned both positional inputs and keywords, and the model does not take all of them by "
+            "keyword: return keywords only"
+        )
     by_position = dict(zip(names, subject.inputs, strict=False))
     return {**by_position, **kwargs}

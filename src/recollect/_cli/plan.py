@@ -58,17 +58,17 @@ def plan(
     traceback: TracebackOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Plan a training step for a budget of memory: what is kept, what is recomputed, and what that costs.
+    """Plan a training step for a memory budget: what is kept, what is recomputed, and what that costs.
 
-    TARGET is what `recollect profile` takes, or a profile that it wrote (`step.json`). The plan is printed and written
-    to plan.json, for `recollect.apply`; plan.html shows what every other budget would give. A model whose plain step
-    does not fit here is profiled on shapes alone.
+    TARGET is what `recollect profile` takes, or a profile that it has written (`step.json`). The plan is printed, and
+    written to plan.json for `recollect.apply`; plan.html shows what other budgets would give. A model whose plain step
+    does not fit here is profiled from shapes alone.
 
-    **Larger than this machine**: --world says how many devices share parameters, gradients and optimizer state, and
-    --unknown which parameter of the function is to be as large as fits, such as `length` of `make(batch=1,
-    length=4096)`. Nothing is run then. --device takes several, with commas: what fits where.
+    **For larger machines**: --world says how many devices share parameters, gradients and optimizer state. --unknown
+    names the parameter of the function whose largest fitting value to find, such as `length` of `make(batch=1,
+    length=4096)`. Both run nothing. --device takes several devices, separated by commas, and shows what fits on each.
 
-    **Exit codes**: 0 done, 1 no plan fits or the code of the target failed, 2 wrong usage.
+    **Exit codes**: 0 done, 1 no plan fits or the target's code failed, 2 wrong usage.
 
     **Examples**
 
@@ -106,7 +106,7 @@ def _read(path: Path, given: Mapping[str, Any], world: int) -> Profile:
     for name, value in given.items():
         if value and name != "step" and not (name == "dry" and world > 1):
             shown = name if name == "ARGS" else f"--{name}"
-            fail(f"{shown} says how to take a profile; {path} is one already")
+            fail(f"{shown} would change how a profile is taken, and {path} is already a profile: leave it out")
     return shard(read_profile(path), world)
 
 
@@ -155,7 +155,7 @@ def _search(
     with users_code(shows_all=traceback):
         function = find_target(target, lets_open=True)
         if not isinstance(function, Function):
-            fail(f"--unknown is a parameter of a function; {target} is a script: name a function in it")
+            fail(f"--unknown names a parameter of a function, and {target} is a script: name a function in it")
         function = function.give(given)
         for name, one in zip(devices, ways, strict=True):
             with show_progress(f"trying sizes {f'on {name} ' if name else ''}of {target}", quiet=quiet) as progress:

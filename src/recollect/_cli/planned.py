@@ -44,7 +44,7 @@ class Outputs:
         if out != STANDARD_OUTPUT:
             check_path(out, (".json",))
         if html == STANDARD_OUTPUT:
-            fail("--html -: a page cannot go to standard output; give a file")
+            fail("--html -: a page cannot go to standard output; name a file")
         if html is not None:
             check_path(html, (".html",))
         return cls(out=out, html=html, quiet=quiet, places=(out.absolute(), None if html is None else html.absolute()))

@@ -37,31 +37,33 @@ def profile(
     step: StepOption = 2,
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="File for the profile; - for standard output, and no text."),
+        typer.Option(
+            "--json", metavar="FILE", help="File for the profile; - prints it to standard output, and nothing else."
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="File for a report to open in a browser.")
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Rows of each table of the text.")] = 20,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Rows in each table of the text.")] = 20,
     traceback: TracebackOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Profile one training step: what is in memory at the peak, and what put it there.
 
-    A **function** is called without arguments, or with variables of its module that have their names:
-    `train_step(model, batch)`. It returns what to profile:
+    A **function** is called without arguments. If it has parameters, as `train_step(model, batch)` does, it is given
+    the module's variables of the same names. It returns what to profile:
 
-    - a model, or `(model, *inputs)`: forward and backward of the model, whose output is the loss or is summed to one;
+    - a model, or `(model, *inputs)`: its forward and backward; the output is the loss, or is summed to one;
     - a mapping with `model`, `inputs` (a mapping: by keyword), `kwargs`, `loss` (output to loss), `optimizer`, `step`;
     - a function that runs a step, or returns its loss: it runs once, and is profiled while it runs again;
     - anything else, such as a loss: the function itself was the step, and is profiled while it runs again.
 
-    If memory runs out, it says what was alive and which modules, recomputed, would have made room.
+    If memory runs out, it says what was alive, and which modules to recompute to make room.
 
-    A **script** runs as a program, with ARGS, until its optimizer has made its second step (--step). That step
+    A **script** runs as a program, with ARGS, until its optimizer has taken its second step (--step). That step
     is profiled, then the script is stopped.
 
-    **Exit codes**: 0 done, 1 the code of the target failed or has no step to profile, 2 wrong usage.
+    **Exit codes**: 0 done, 1 the target's code failed or has no step to profile, 2 wrong usage.
 
     **Examples**
 
@@ -74,7 +76,7 @@ def profile(
         if path is not None and path != STANDARD_OUTPUT:
             check_path(path, (ending,))
     if html == STANDARD_OUTPUT:
-        fail("--html -: a page cannot go to standard output; give a file")
+        fail("--html -: a page cannot go to standard output; name a file")
     # The user's code may change the folder.
     page, data = (None if path is None else path.absolute() for path in (html, json))
     with loading():

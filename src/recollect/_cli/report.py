@@ -19,7 +19,7 @@ def report(
     ],
     other: Annotated[
         Path | None,
-        typer.Argument(metavar="OTHER", help="A second profile, to compare: the first is before, this one after."),
+        typer.Argument(metavar="OTHER", help="A second profile to compare with: the first is before, this one after."),
     ] = None,
     *,
     to: Annotated[
@@ -27,14 +27,18 @@ def report(
         typer.Option(
             "--to",
             metavar="FILE",
-            help="File to write instead of the text on the screen. Its ending says what: "
-            ".html, .png, .svg, .pdf, .txt, .trace.json (for chrome://tracing or Perfetto), .json (the profile).",
+            help="File to write instead of the text on the screen. Its extension says what to write: .html, .png, "
+            ".svg, .pdf, .txt, .trace.json (for chrome://tracing or Perfetto), .json (the profile).",
         ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Rows of each table of the text.")] = 20,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Rows in each table of the text.")] = 20,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")] = False,
 ) -> None:
-    """Show a profile, or compare two: what is in memory at the peak, by whom, and what could be gained.
+    """Show a profile, or compare two: what is in memory at the peak, what put it there, and what would help.
+
+    A profile is a file that `recollect profile --json` has written. Nothing is run.
+
+    **Exit codes**: 0 done, 2 wrong usage.
 
     **Examples**
 
@@ -67,7 +71,7 @@ def check_path(path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
         if path.is_dir():
             fail(f"{path} is a folder: name a file in it")
         if not path.name.endswith(endings):
-            fail(f"{path}: the ending of a file says what to write; expected {' or '.join(endings)}")
+            fail(f"{path}: the extension says what to write; expected {' or '.join(endings)}")
         if not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}")
         needed = path
@@ -78,7 +82,7 @@ def check_path(path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
     except OSError as error:  # the name is too long, a link leads to itself, a folder may not be looked into
         fail(f"{path} cannot be written: {error.strerror}")
     if not os.access(needed, os.W_OK):
-        fail(f"{path} cannot be written: there is no permission to write to {needed}")
+        fail(f"{path} cannot be written: no permission to write to {needed}")
 
 
 def read_profile(path: Path) -> Profile:
@@ -92,7 +96,7 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         fail(f"{path} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        fail(f"{path}: expected a profile of recollect as JSON, found something that is not text")
+        fail(f"{path}: expected a recollect profile as JSON, and this is not text")
     except ValueError as error:
         fail(f"{path}: {error}")
 

@@ -70,17 +70,17 @@ def profile_script(path: Path, args: Sequence[str], *, step: int = 2, progress: 
 def _explain_end(path: Path, steps: int, wanted: int) -> str:
     if not steps:
         return (
-            f"{path} ended without a step of an optimizer, so there is none to profile: name a function that runs a "
+            f"{path} ended without an optimizer step, so there is nothing to profile: name a function that runs a "
             f"step, {path}:function"
         )
     if steps >= wanted:
         return (
-            f"{path} called no torch.nn.Module in step {wanted}, and the first call of one is where a step begins: "
-            f"{'give `--step 2`, or ' * (wanted == 1)}name a function that runs a step, {path}:function"
+            f"{path} called no torch.nn.Module in step {wanted}, and a step begins where one is first called: "
+            f"{'pass `--step 2`, or ' * (wanted == 1)}name a function that runs a step, {path}:function"
         )
     return (
-        f"{path} ended after {steps} step{'s' * (steps != 1)} of its optimizer, and step {wanted} was to be profiled: "
-        f"give `--step {steps}`, or let it run longer"
+        f"{path} ended after {steps} optimizer step{'s' * (steps != 1)}, before step {wanted}, which was to "
+        f"be profiled: pass `--step {steps}`, or let it run longer"
     )
 
 

@@ -79,7 +79,10 @@ def find_sizes(function: Function, options: Options, question: Question, progres
     first = profile_at(start)
     budget_bytes = parse_budget(question.budget, device_bytes=first.capacity_bytes).bytes
     if budget_bytes is None:
-        fail(f"--budget {question.budget}: the largest {question.unknown} is looked for within a number of bytes")
+        fail(
+            f"--budget {question.budget}: to find the largest {question.unknown}, give a number of bytes or a "
+            "share, as in 40GiB or 90%"
+        )
     sizes = Sizes(profile_at, budget_bytes, tiers=question.tiers, known={start: first})
     ways = [sizes.find_largest(way, start=start, multiple_of=question.multiple_of) for way in (FULL, PLAIN, PLANNED)]
     full, plain, planned = ways

@@ -75,8 +75,8 @@ def check_function(function: Callable[..., Any], name: str) -> None:
     }
     for kind, is_it in kinds.items():
         if is_it:
-            how = "asyncio.run(...)" if kind == "a coroutine" else "a loop over it"
-            fail(f"{name} is {kind}, which does nothing when it is called: name a function with {how} inside")
+            how = "calls asyncio.run(...)" if kind == "a coroutine" else "loops over it"
+            fail(f"{name} is {kind}, which does nothing when it is called: name a function that {how}")
 
 
 def _names_something(given: Mapping[str, Any]) -> bool:

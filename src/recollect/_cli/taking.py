@@ -65,16 +65,19 @@ class Options:
         found = find_target(target, lets_open=bool(given))
         if given:
             if not isinstance(found, Function):
-                fail(f"--set gives a function its arguments; {target} is a script, which takes its own after --")
+                fail(f"--set is for functions, and {target} is a script: write its arguments after --")
             found = found.give(given)
         if isinstance(found, Function):
             if args:
-                fail(f"{target} is a function and takes no arguments, not {' '.join(args)}; only scripts do")
+                fail(
+                    f"{target} is a function, and only scripts take arguments after --: leave out {' '.join(args)}, or "
+                    "use --set"
+                )
             return self.take_function(found, progress)
         said = {"--device": self.device, "--dtype": self.dtype, "--optimizer": self.optimizer, "--dry": self.is_dry}
         for name, value in said.items():
             if value:
-                fail(f"{name} says how to run a function; {target} is a script, which runs as written")
+                fail(f"{name} is for functions, and {target} is a script, which runs as written")
         return profile_script(found.path, args, step=self.step, progress=progress)
 
     def find_subject(self, function: Function) -> tuple[Subject, Seen]:
@@ -105,7 +108,9 @@ class Options:
         if subject.is_model:
             return self._take_model(subject, progress)
         if self.is_dry:
-            fail(f"--dry needs the model itself: let {function.name} return (model, *inputs), or a mapping")
+            fail(
+                f"--dry needs the model itself: let {function.name} return (model, *inputs), or a mapping with 'model'"
+            )
         with self.surroundings(self.device):
             step = gather_step(subject, seen)
             taken = recollect.profile(step, name=function.name, progress=progress, **subject.options)
@@ -170,10 +175,10 @@ def _run(step: Callable[[], Any], *works_with: Any) -> Any:
 
 def _explain_no_backward(name: str, calls: int) -> str:
     if not calls:
-        return f"{name} ran no operator of torch: name a function that runs a step, or returns a model and its inputs"
+        return f"{name} ran no torch operators: name a function that runs a step, or returns a model and its inputs"
     return (
-        f"{name} ran {calls} operators and no backward, so nothing is kept for one: return the loss, run its backward "
-        "(`loss.backward()`) inside the function, or return the model and its inputs"
+        f"{name} ran {calls} operators and no backward, so nothing is saved for one: return the loss, run its "
+        "backward (`loss.backward()`) inside the function, or return the model and its inputs"
     )
 
 
@@ -183,7 +188,7 @@ def _read_dtype(name: str) -> torch.dtype:
     found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         known = sorted({*_SHORT_DTYPES, *_SHORT_DTYPES.values()})
-        fail(f"--dtype {name}: expected a floating-point type of torch, one of {', '.join(known)}")
+        fail(f"--dtype {name}: expected one of torch's floating-point types: {', '.join(known)}")
     return found
 
 
@@ -194,7 +199,10 @@ def _check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch built without a device asserts
         reason = str(error).partition("\n")[0]
-        fail(f"--device {name}: no step can run there: {reason}; --dry estimates for a device that is not here")
+        fail(
+            f"--device {name}: no step can run there: {reason}; --dry estimates for a device that this machine "
+            "does not have"
+        )
 
 
 def _check_estimate(name: str) -> None:

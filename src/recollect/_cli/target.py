@@ -144,7 +144,7 @@ def _find_function(module: ModuleType, name: str, where: str) -> Any:
         found = getattr(found, part)
     if not callable(found):
         kind = type(found).__name__
-        fail(f"{name!r} of {where} is a {kind}, and a function is needed, which is called without arguments")
+        fail(f"{name!r} of {where} is a {kind}; expected a function that can be called without arguments")
     return found
 
 
@@ -169,8 +169,9 @@ def _bind_arguments(function: Callable[..., Any], module: ModuleType, text: str)
         if missing or inspect.isclass(raw):
             lacks = f", and {module.__name__} has no {' and no '.join(map(repr, missing))}" if missing else ""
             fail(
-                f"{text} takes arguments, {signature}{lacks}: give the module variables of these names, or name a "
-                "function without arguments that makes the model and its inputs, and returns them or runs the step"
+                f"{text} takes arguments, {signature}{lacks}: define module variables with these names, or name a "
+                "function without arguments that makes the model and its inputs and either returns them or runs the "
+                "step"
             )
         return functools.partial(function, *(getattr(module, one.name) for one in needed))
     return function

@@ -38,24 +38,24 @@ def read_document(text: str, record: type[R], *, kind: str, version: int) -> R:
     >>> read_document('{"recollect": "site", "version": 9}', Site, kind="site", version=1)
     Traceback (most recent call last):
     ...
-    ValueError: this site is of version 9, and this recollect reads up to version 1: upgrade recollect, or write the
-    site anew
+    ValueError: this site has version 9, and this recollect reads versions up to 1: upgrade recollect, or make the site
+    again
     """
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError, TypeError) as error:
-        message = f"expected a {kind} of recollect as JSON: {error}"
+        message = f"expected a recollect {kind} as JSON: {error}"
         raise ValueError(message) from None
     found = data.pop(_KIND, None) if isinstance(data, dict) else None
     if found != kind:
-        what = f"a {found} of recollect" if found else "something else"
-        message = f"expected a {kind} of recollect, found {what}"
+        what = f"a recollect {found}" if found else "something else"
+        message = f"expected a recollect {kind}, found {what}"
         raise ValueError(message)
     written = data.pop(_VERSION, None)
     if not isinstance(written, int) or written > version:
         message = (
-            f"this {kind} is of version {written}, and this recollect reads up to version {version}: "
-            f"upgrade recollect, or write the {kind} anew"
+            f"this {kind} has version {written}, and this recollect reads versions up to {version}: upgrade "
+            f"recollect, or make the {kind} again"
         )
         raise ValueError(message)
     made: R = _record(data, record, kind)

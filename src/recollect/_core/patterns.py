@@ -42,7 +42,9 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
     try:
         regex = _read(text)
     except re.error as error:
-        message = f"pattern {text!r} is not a {'regular expression' if text.startswith(_REGEX) else 'pattern'}: {error}"
+        message = (
+            f"pattern {text!r} is not a valid {'regular expression' if text.startswith(_REGEX) else 'pattern'}: {error}"
+        )
         raise ValueError(message) from None
     return lambda path: regex.fullmatch(path) is not None
 

@@ -45,7 +45,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.is_exact and None in (self.region, self.module, self.op, self.call, self.output):
-            message = f"{self}: an exact site has a region, a module, an op, a call and an output"
+            message = f"{self}: an exact choice needs a region, a module, an op, a call and an output"
             raise ValueError(message)
         for pattern in (self.region, self.module, self.op):
             if pattern and not self.is_exact:
@@ -134,7 +134,8 @@ class Plan:
     def _promised(self) -> Forecast:
         if self.forecast is None:
             message = (
-                f"plan {self.name!r} has no forecast: it was written by hand. `recollect.plan` makes plans that do"
+                f"plan {self.name!r} has no forecast: it was written by hand. `recollect.plan` makes plans that have "
+                "one"
             )
             raise ValueError(message)
         return self.forecast

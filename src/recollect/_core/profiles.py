@@ -12,6 +12,7 @@ from recollect._core.decisions import Decision
 from recollect._core.documents import read_document, write_document
 from recollect._core.profile_text import describe_profile, profile_as_html
 from recollect._core.timeline import Timeline, count_forward, find_made
+from recollect._core.units import count_noun
 
 _VERSION = 3
 _MOST = 2**63
@@ -146,7 +147,7 @@ class Profile:
             rounding_bytes=self.rounding_bytes,
         )
         if not self.rounding_bytes:
-            message = "the profile has rounding_bytes of 0"
+            message = "the profile has rounding_bytes=0: expected at least 1"
             raise ValueError(message)
         for number, storage in enumerate(self.storages):
             _check_storage(storage, len(self.calls), f"storage {number}")
@@ -170,7 +171,7 @@ class Profile:
         _check_sizes(where, flops=call.flops, workspace_bytes=call.workspace_bytes)
         for seconds in (call.seconds, call.device_s, call.host_s):
             if seconds is not None and not 0 <= seconds < _LONGEST_S:
-                message = f"{where} takes {seconds} seconds"
+                message = f"{where} takes {seconds} seconds: expected 0 or more, and less than {_LONGEST_S:g}"
                 raise ValueError(message)
 
     def __repr__(self) -> str:
@@ -244,7 +245,7 @@ def _sum_known(seconds: Iterable[float | None]) -> float | None:
 def _check_sizes(where: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not 0 <= size < _MOST:
-            message = f"{where} has {name} of {size}"
+            message = f"{where} has {name}={size}: expected 0 or more, and less than 2**63"
             raise ValueError(message)
 
 
@@ -254,12 +255,14 @@ def _check_storage(storage: Storage, calls: int, where: str) -> None:
     if not all(0 <= at <= calls for at in (start, end) if at is not None) or (start or 0) > (
         calls if end is None else end
     ):
-        message = f"{where} is made at call {start} and freed at call {end}, and there are {calls}"
+        message = (
+            f"{where} is made at call {start} and freed at call {end}, and the profile has {count_noun(calls, 'call')}"
+        )
         raise ValueError(message)
 
 
 def _check_indices(indices: set[int], count: int, where: str, noun: str) -> None:
     for index in indices:
         if not 0 <= index < count:
-            message = f"{where} refers to {noun} {index}, and there are {count}"
+            message = f"{where} refers to {noun} {index}, and the profile has {count_noun(count, noun)}"
             raise ValueError(message)

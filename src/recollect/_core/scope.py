@@ -153,7 +153,7 @@ def name(value: T, name: str) -> T:
 
 def _check_name(function: str, name: object) -> None:
     if not isinstance(name, str) or not name:
-        message = f"recollect.{function} needs a name, a string that is not empty; it was given {name!r}"
+        message = f"recollect.{function} needs a name, a non-empty string, not {name!r}"
         raise TypeError(message)
 
 

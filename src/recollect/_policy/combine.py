@@ -212,7 +212,7 @@ def first_match(*policies: PolicyLike) -> Policy:
     ValueError: first_match never reaches save_matmuls: save_all before it answers for every site
     """
     if not policies:
-        message = "first_match() has no policy; to save nothing, use save_nothing"
+        message = "first_match() needs a policy; to save nothing, use save_nothing"
         raise ValueError(message)
     parts = tuple(map(as_policy, policies))
     for part, following in itertools.pairwise(parts):
@@ -257,7 +257,7 @@ def per_region(policies: Mapping[str, PolicyLike]) -> Policy:
         message += f"{type(policies).__name__} {policies!r}"
         raise TypeError(message)
     if not policies:
-        message = "per_region({}) has no region; to save nothing, use save_nothing"
+        message = "per_region({}) names no region; to save nothing, use save_nothing"
         raise ValueError(message)
     for pattern in policies:
         compile_pattern(pattern)

@@ -82,7 +82,7 @@ def _check_name(text: str) -> str:
     elif _overloads(packet, names):
         overloads = _overloads(packet, names)
         message = (
-            f"{packet} has no overload {overload!r} but {list_some(overloads)}: write {_likeliest(packet, names)!r}"
+            f"{packet} has no overload {overload!r}, only {list_some(overloads)}: write {_likeliest(packet, names)!r}"
         )
     else:
         message = _describe_unknown(text, name, names)

@@ -100,7 +100,7 @@ def _describe_unmatched(pattern: str | type[nn.Module], paths: dict[str, Any]) -
         return f"{message}; {did_you_mean(near)}" if near else f"{message}, which has no modules inside"
     message = f"class {pattern.__name__} matches no module of the region"
     classes = sorted({type(module).__name__ for module in paths.values()})
-    return f"{message}; classes there: {', '.join(classes)}" if classes else f"{message}, which has none"
+    return f"{message}; its classes are {', '.join(classes)}" if classes else f"{message}, which has none"
 
 
 def save_names(*names: str) -> Policy:
@@ -118,7 +118,7 @@ def save_names(*names: str) -> Policy:
     save_names('attn', 'expert_*')
     """
     if not names:
-        message = "save_names() has no name; to save nothing, use save_nothing"
+        message = "save_names() needs a name; to save nothing, use save_nothing"
         raise ValueError(message)
     for name in names:
         compile_pattern(name)
@@ -144,7 +144,7 @@ def save_modules(*patterns: str | type[nn.Module]) -> Policy:
     save_modules('layers.*.attn', LayerNorm)
     """
     if not patterns:
-        message = "save_modules() has no pattern; to save nothing, use save_nothing"
+        message = "save_modules() needs a pattern; to save nothing, use save_nothing"
         raise ValueError(message)
     for pattern in patterns:
         if isinstance(pattern, str):

@@ -30,9 +30,10 @@ try:
     from torch._ops import HigherOrderOperator
 except ImportError as error:
     message = (
-        f"regions in compiled code need parts of torch that torch {torch.__version__} has not ({error}).\n"
-        "They are tested with torch 2.11 and 2.13; regions in eager code still work. Use one of those versions, or "
-        "compile the model without its regions."
+        f"regions in compiled code need parts of torch that torch {torch.__version__} does not have "
+        f"({error}).\n"
+        "They are tested with torch 2.11 and 2.13; regions in eager code still work. Use one of those "
+        "versions, or compile the model without its regions."
     )
     raise CompileError(message) from error
 

@@ -47,11 +47,11 @@ def hints_about_compiled_code() -> list[str]:
     if len(lines) > _SHOWN:
         shown.insert(0, f"  ({len(lines) - _SHOWN} more before these)")
     advice = (
-        "If a size varies, say so before the first call, torch._dynamo.mark_dynamic(tensor, dim), so that there is one "
-        "version for all sizes. TORCH_LOGS=recompiles shows each recompilation as it happens."
+        "If a size varies, say so before the first call with torch._dynamo.mark_dynamic(tensor, dim): one "
+        "version then serves all sizes. TORCH_LOGS=recompiles shows each recompilation as it happens."
     )
     return [
-        "Or recomputation ran another compiled version than forward. torch.compile has compiled again:",
+        "Or recomputation ran a different compiled version than forward did. torch.compile has recompiled:",
         *shown,
         advice,
     ]
