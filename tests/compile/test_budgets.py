@@ -111,7 +111,8 @@ def test_in_the_time_of_torchs_knob_the_peak_is_lower() -> None:
 def test_what_cannot_fit_is_refused_with_the_smallest_peak() -> None:
     model, x = make()
     with pytest.raises(
-        Exception, match=r"no choice of values fits 1.00 KiB: the smallest peak of this graph is .*, of which"
+        Exception,
+        match=r"no choice of values fits 1.00 KiB: the smallest reachable peak of this graph is .*, and its inputs",
     ) as error:
         run_within("1KiB", model, x)
     cause: BaseException | None = error.value

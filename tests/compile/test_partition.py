@@ -519,5 +519,5 @@ def test_choices_that_match_nothing_are_logged(caplog: pytest.LogCaptureFixture)
 
 def test_a_partitioner_cannot_be_loaded_from_a_pickle() -> None:
     cut = partitioner(NOTHING)
-    with pytest.raises(TypeError, match="was pickled as a key for caches, and cannot be loaded from it"):
+    with pytest.raises(TypeError, match="was pickled only as a cache key, and cannot be loaded again"):
         pickle.loads(pickle.dumps(cut))

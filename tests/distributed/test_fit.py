@@ -216,11 +216,11 @@ def refuse() -> None:
     model, x = make("ddp"), batch()
     with pytest.raises(recollect.BudgetError, match=r"no plan fits 1.00 KiB"):
         recollect.fit(model, x, loss=lose, budget="1KiB")
-    with pytest.raises(ValueError, match=r"rank \d has another budget than rank \d"):
+    with pytest.raises(ValueError, match=r"rank \d and rank \d do not have the same budget"):
         recollect.fit(model, x, loss=lose, budget=f"{rank + 1}GiB")
-    with pytest.raises(ValueError, match="recover=True is for one process"):
+    with pytest.raises(ValueError, match="recover=True works in a single process only"):
         recollect.fit(model, x, loss=lose, budget="1GiB", recover=True)
-    with pytest.raises(ValueError, match="the processes have different models"):
+    with pytest.raises(ValueError, match="levers need the same model in every process"):
         recollect.fit(make("none", depth=3 + rank), x, loss=lose, budget="1GiB", levers={"chunked_loss"})
     assert not any("forward" in vars(module) for module in model.modules())
 

@@ -38,11 +38,15 @@ class Counted(nn.Module):
         ({"budget": "plenty"}, ValueError, "budget 'plenty': expected bytes"),
         ({"loss": "mse"}, TypeError, "loss='mse': expected a function, not str"),
         ({"step": 3}, TypeError, "step=3: expected a function, not int"),
-        ({"step": print, "loss": print}, ValueError, "give one of step= and loss="),
+        ({"step": print, "loss": print}, ValueError, "pass either step= or loss="),
         ({"batch": (part for part in [X])}, TypeError, "batch is a generator, which recollect.fit would use up: pass"),
         ({"batch": X.to("meta")}, ValueError, r"batch has a tensor \[256, 16\] on meta, and Counted is on cpu: move"),
         ({"model": nn.Linear}, TypeError, "a torch.nn.Module first, not the class Linear: pass an instance"),
-        ({"model": nn.Linear(2, 2, device="meta")}, ValueError, "runs Linear, which is on meta, .*: load it first"),
+        (
+            {"model": nn.Linear(2, 2, device="meta")},
+            ValueError,
+            "has to run Linear, which is on the meta device, .*: load it first",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(given: dict[str, Any], error: Any, text: str) -> None:
@@ -56,7 +60,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(given: dict[str, Any],
 def test_a_model_with_regions_is_refused_by_the_name_of_one() -> None:
     model = Counted()
     fitted = recollect.fit(model, X, budget="min")
-    with pytest.raises(ValueError, match=r"'blocks.0' of Counted is a region already, by recollect.apply or"):
+    with pytest.raises(ValueError, match=r"'blocks.0' of Counted is already a region, from recollect.apply or"):
         recollect.fit(model, X, budget="min")
     fitted.remove()
     recollect.fit(model, X, budget="min").remove()
@@ -73,7 +77,7 @@ def test_a_model_in_eval_mode_is_fitted_and_the_log_says_that_training_may_take_
 ) -> None:
     with caplog.at_level(logging.WARNING, "recollect"):
         recollect.fit(Counted().eval(), X, budget="min").remove()
-    assert "Counted is in eval mode, and is fitted so" in caplog.text
+    assert "Counted is in eval mode, and is fitted that way" in caplog.text
 
 
 @pytest.mark.parametrize("call", [1, 2, 4, 5, 6, 8])

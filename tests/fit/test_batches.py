@@ -147,5 +147,5 @@ def test_a_loader_of_equal_batches_is_not_read_to_its_end() -> None:
 
 
 def test_an_empty_loader_is_refused() -> None:
-    with pytest.raises(ValueError, match="the DataLoader gives no batch"):
+    with pytest.raises(ValueError, match="the DataLoader yields no batch"):
         find_largest(DataLoader(TensorDataset(torch.ones(0, 1))))

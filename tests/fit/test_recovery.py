@@ -88,7 +88,7 @@ def test_a_second_failure_is_the_users_with_everything_put_back() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fitted.forward_backward(X)
     assert caught.value.__notes__ == [
-        ("recollect.fit: memory ran out again under a tighter plan. Gradients are as before the step")
+        ("recollect.fit: memory ran out again under a tighter plan. Gradients are as they were before the step")
     ]
     for one, other in zip(gradients(net), before, strict=True):
         assert one is not None

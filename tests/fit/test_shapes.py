@@ -71,7 +71,7 @@ def test_what_is_larger_than_anything_runs_under_the_smallest_plan_and_the_log_s
             lose(model(batch(400)[0]), batch(400)[1]).backward()
         assert len(find_regions(model)) > len(usual)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "Sequential is called with [400, 16], larger than anything that it was fitted with" in caplog.text
+        assert "Sequential was called with [400, 16], larger than anything it was fitted with" in caplog.text
         lose(model(batch(200)[0]), batch(200)[1]).backward()
         assert find_regions(model) == usual
         model(batch(400)[0]).sum().backward()
@@ -127,7 +127,9 @@ def test_copies_of_the_model_have_no_switch(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_micro_batches_are_for_one_batch() -> None:
-    with pytest.raises(ValueError, match="lever 'micro_batches' is for one batch, and there are 2: pass the largest"):
+    with pytest.raises(
+        ValueError, match="lever 'micro_batches' works with one batch, and 2 were given: pass the largest"
+    ):
         recollect.fit(make(), [batch(8), batch(4)], loss=lose, budget="min", levers={"micro_batches"})
 
 

@@ -30,7 +30,7 @@ def test_a_share_of_an_unknown_device_is_refused_with_what_to_give() -> None:
 
 
 def test_more_than_the_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="a device has no more than 100% of its memory"):
+    with pytest.raises(ValueError, match="expected at most 100% of the device's memory"):
         parse_budget("120%", device_bytes=1)
 
 

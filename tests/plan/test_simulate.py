@@ -188,7 +188,7 @@ def test_seconds_are_unknown_as_soon_as_one_call_has_none() -> None:
 
 def test_a_schedule_that_reads_what_is_gone_is_refused() -> None:
     profile = chain(2)
-    with pytest.raises(ValueError, match=r"step 2 \(f_backward\) reads storage 1, which is not there"):
+    with pytest.raises(ValueError, match=r"step 2 \(f_backward\) reads storage 1, which is not in memory"):
         Simulator(profile).measure([Step(call=number) for number in range(4)], kept=())
 
 
@@ -202,7 +202,9 @@ def test_a_step_whose_forward_goes_on_after_backward_is_not_judged() -> None:
         storages=(Storage(bytes=1, lifetime=Lifetime.STEP),),
         calls=(call("b", [0], [], Phase.BACKWARD), call("f", [0], [])),
     )
-    with pytest.raises(ValueError, match=r"call 1 \(f\) is of forward and comes after one of backward: only a step"):
+    with pytest.raises(
+        ValueError, match=r"call 1 \(f\) belongs to forward and comes after backward has begun: only a step"
+    ):
         Simulator(profile)
 
 

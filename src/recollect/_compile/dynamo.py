@@ -51,8 +51,8 @@ def _policy_of(contexts: Any) -> Policy:
     policy: Policy | None = getattr(forward, "policy_in_graph", None)
     if policy is None:
         break_graph(
-            f"context_fn gives {type(forward).__name__}: in a compiled graph only the contexts of a policy work "
-            "(recollect.compat.create_selective_checkpoint_contexts)"
+            f"context_fn returned {type(forward).__name__}: in a compiled graph only the contexts of a policy "
+            "work (recollect.compat.create_selective_checkpoint_contexts)"
         )
     return policy
 

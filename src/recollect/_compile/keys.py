@@ -88,7 +88,7 @@ def policy_of(key: str) -> Policy | None:
         message = (
             f"a graph holds a region under the policy '{key.partition(' ')[2] or key}', which is not known here.\n"
             f"The graph comes from another process or another version of recollect, or {_MOST} policies were made "
-            "since. Trace the model again; and make a policy once, not at each step."
+            "since. Trace the model again, and make a policy once, not in every step."
         )
         raise CompileError(message)
     _remember(_policies, key, policy)

@@ -92,7 +92,7 @@ class Partitioner:
         if config.activation_memory_budget == 0:
             message = (
                 "torch._functorch.config.activation_memory_budget is 0: torch keeps nothing and ignores the plan.\n"
-                "Leave it at 1, and say in the plan what to recompute."
+                "Leave it at 1: the plan says what to recompute."
             )
             raise ValueError(message)
         count: int = options["num_fwd_outputs"]
@@ -352,5 +352,5 @@ def _source_digest() -> str:
 
 
 def _refuse_loading(key: str) -> None:
-    message = f"partitioner {key} was pickled as a key for caches, and cannot be loaded from it"
+    message = f"partitioner {key} was pickled only as a cache key, and cannot be loaded again"
     raise TypeError(message)

@@ -80,8 +80,8 @@ def tag_since(
     if is_exporting():
         _write_down([*added, *needed])
         _log.info(
-            "region '%s' is noted in the exported program. It acts where that is compiled; after torch.export.load, "
-            "recollect.integrations.export.restore_regions(program) puts it in force again",
+            "region '%s' is recorded in the exported program, and takes effect when that is compiled. After "
+            "torch.export.load, restore it with recollect.integrations.export.restore_regions(program)",
             region,
         )
     return added, tagger.words
@@ -203,8 +203,9 @@ class _Tagger:
         if config.activation_memory_budget == 0:
             message = (
                 f"region '{self._region}' draws random numbers ({site.op}), and "
-                "torch._functorch.config.activation_memory_budget is 0: torch then computes everything again, whatever "
-                "regions say, and draws other numbers.\nLeave the budget at 1: regions say what is recomputed."
+                "torch._functorch.config.activation_memory_budget is 0: torch then recomputes everything, whatever "
+                "regions say, and draws different numbers.\n"
+                "Leave the budget at 1: regions say what is recomputed."
             )
             raise CompileError(message)
 

@@ -36,12 +36,12 @@ def check_arguments(model: object, batch: Any, *, budget: int | str, loss: objec
             message = f"{name}={given!r}: expected a function, not {type(given).__name__}"
             raise TypeError(message)
     if step is not None and loss is not None:
-        message = "recollect.fit: step= runs the whole step, its loss included; give one of step= and loss="
+        message = "recollect.fit: step= runs the whole step, including its loss; pass either step= or loss="
         raise ValueError(message)
     if isinstance(batch, Iterator):
         message = (
-            f"batch is a {type(batch).__name__}, which recollect.fit would use up: pass one batch, the largest that "
-            "there is, or the DataLoader itself"
+            f"batch is a {type(batch).__name__}, which recollect.fit would use up: pass one batch, the largest, "
+            "or the DataLoader itself"
         )
         raise TypeError(message)
     name = type(model).__name__
@@ -49,8 +49,8 @@ def check_arguments(model: object, batch: Any, *, budget: int | str, loss: objec
     _check_devices(model, name, batch, owns_step=step is None)
     if not model.training:
         _log.warning(
-            "recollect.fit: %s is in eval mode, and is fitted so: in train mode dropout and batch norms may take more. "
-            "Call model.train() before",
+            "recollect.fit: %s is in eval mode, and is fitted that way; in train mode, dropout and batch norms "
+            "may take more memory. Call model.train() first",
             name,
         )
 
@@ -59,8 +59,9 @@ def _check_regions(model: nn.Module, name: str) -> None:
     region = next((target.name for target in find_targets(model) if stand_in_of(target.module) is not None), None)
     if region is not None:
         message = (
-            f"'{region}' of {name} is a region already, by recollect.apply or an earlier fit: a plan is "
-            "made from the plain model.\nCall recollect.remove(model), or remove() of what was returned, and fit again"
+            f"'{region}' of {name} is already a region, from recollect.apply or an earlier fit, and a plan is "
+            "made from the plain model.\n"
+            "Call recollect.remove(model), or remove() on what that call returned, and fit again"
         )
         raise ValueError(message)
 
@@ -70,9 +71,10 @@ def _check_devices(model: nn.Module, name: str, batch: Any, *, owns_step: bool) 
     devices = {parameter.device for parameter in model.parameters()}
     if devices == {torch.device("meta")}:
         message = (
-            f"recollect.fit runs {name}, which is on meta, where tensors have no values: load it first.\n"
-            "To know whether it will fit: recollect.plan(recollect.profile(model, ..., dry=True, device='H100'), "
-            "budget=...)"
+            f"recollect.fit has to run {name}, which is on the meta device, where tensors have no values: load it "
+            "first.\n"
+            "To find out whether it will fit: recollect.plan(recollect.profile(model, ..., dry=True, "
+            "device='H100'), budget=...)"
         )
         raise ValueError(message)
     if not owns_step or len(devices) != 1:  # of several devices, the model knows which gets what

@@ -44,7 +44,7 @@ class Call:
         output = self.function(*self.args, **self.kwargs)
         value = loss_in(output, is_trained=is_trained) if self.loss is None else self.loss(output)
         if not isinstance(value, Tensor) or (is_trained and not value.requires_grad):
-            message = f"no loss could be made of {describe(output)}: expected a tensor that requires grad"
+            message = f"cannot make a loss from {describe(output)}: expected a tensor that requires grad"
             raise ValueError(message)
         return value if value.dim() == 0 else value.sum()
 
@@ -90,8 +90,8 @@ def read_step(batch: Any, step: Callable[..., Any]) -> Call:
             return Call(function=step, args=args, kwargs=kwargs)
     name = getattr(step, "__name__", type(step).__name__)
     message = (
-        f"step={name}{_signature_of(step)} cannot be called with this batch, {describe(batch)}: expected a function of "
-        "the batch, of its parts, or of nothing"
+        f"step={name}{_signature_of(step)} cannot be called with this batch, {describe(batch)}: expected a "
+        "function that takes the batch, its parts, or nothing"
     )
     raise ValueError(message)
 
@@ -160,7 +160,8 @@ def _refuse(model: nn.Module, forward: Callable[..., Any], batch: Any, loss: Cal
         what += f": it does not take {', '.join(map(repr, unknown))}"
     if loss is None:
         return (
-            f"{what}.\nIf the batch has targets, pass loss=, a function of the output and the targets; else pass step="
+            f"{what}.\n"
+            "If the batch has targets, pass loss=, a function of the output and the targets; otherwise pass step="
         )
     return f"{what}.\nLeave out what the model does not take, or pass step=, a function that runs the step"
 

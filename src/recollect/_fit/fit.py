@@ -102,15 +102,21 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:
-        message = f"lever {MICRO_BATCHES!r} is for one batch, and there are {len(batches)}: pass the largest"
+        message = f"lever {MICRO_BATCHES!r} works with one batch, and {len(batches)} were given: pass the largest"
         raise ValueError(message)
     ranks = Ranks(model)
     ranks.check_same("budget", str(budget))
     if recover and not ranks.are_alone:
-        message = "recover=True is for one process: if memory runs out on one of several, the others wait for it"
+        message = (
+            "recover=True works in a single process only: if memory ran out in one of several, the others would "
+            "wait for it"
+        )
         raise ValueError(message)
     if asked and not ranks.are_alike:
-        message = f"levers={set(asked)}: the processes have different models, as stages of a pipeline do; fit without"
+        message = (
+            f"levers={set(asked)}: levers need the same model in every process, and here they differ, as pipeline "
+            "stages do: fit without levers"
+        )
         raise ValueError(message)
     subjects = [
         Subject(
@@ -203,12 +209,12 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
         measured = run.peak_bytes
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
-        _log.info("recollect.fit: measured %s of %s, planning for %s", measured, limit, wanted)
+        _log.info("recollect.fit: measured %s with a budget of %s, planning again for %s", measured, limit, wanted)
         tried.add(plan.digest)
         plan = _plan_tighter(attempt, wanted, limit, measured, refusal, tried)
     message = (
-        f"no plan that was run stayed within {format_bytes(limit or 0)}: the last one of {_MOST_TRIES} took "
-        f"{'more than the device has' if measured is None else format_bytes(measured)}.\n"
+        f"none of the {_MOST_TRIES} plans that were tried stayed within {format_bytes(limit or 0)}: the last "
+        f"took {'more than the device has' if measured is None else format_bytes(measured)}.\n"
         "Raise the budget, or shrink the batch"
     )
     raise BudgetError(message, measured or plan.peak_bytes)
@@ -272,8 +278,8 @@ def _plan_tighter(  # noqa: PLR0917 (the last two are for the refusal)
     except BudgetError as error:
         _, _, predicted = str(error).partition(": ")
         message = (
-            f"no plan fits {format_bytes(limit)}: {took} under the plan for it, and a tighter one is not possible.\n"
-            f"Predicted was more room: {predicted}"
+            f"no plan fits {format_bytes(limit)}: {took} under the plan for it, and there is no tighter plan.\n"
+            f"The prediction was lower: {predicted}"
         )
         raise BudgetError(message, error.smallest_bytes) from None
 

@@ -80,7 +80,7 @@ class Fitted:
         (False, torch.Size([64, 4]))
         """
         if self._steps is None:
-            message = "recollect.fit was given step=, which runs forward and backward: call that"
+            message = "recollect.fit was given step=, which runs forward and backward: call that function instead"
             raise ValueError(message)
         if self.is_removed:
             message = "this fit was removed: forward_backward would run the plain step. Call recollect.fit again"
@@ -104,7 +104,9 @@ class Fitted:
                 raise
             clear_frames(error.__traceback__)
             recovery.restore()
-            error.add_note("recollect.fit: memory ran out again under a tighter plan. Gradients are as before the step")
+            error.add_note(
+                "recollect.fit: memory ran out again under a tighter plan. Gradients are as they were before the step"
+            )
             raise
 
     def _find_tighter(self, error: RuntimeError, recovery: Recovery) -> Plan:
@@ -128,8 +130,8 @@ class Fitted:
     def _tighten(self, tighter: Plan) -> None:
         model, now = self._attempt.subject.model, self._switch.current or self.plan
         _log.warning(
-            "recollect.fit: memory ran out under a plan for %s. Gradients, buffers and random generators are put back, "
-            "and the step runs again under one for %s",
+            "recollect.fit: memory ran out under a plan for %s. Gradients, buffers and random generators are "
+            "restored, and the step runs again under a plan for %s",
             format_bytes(now.peak_bytes),
             format_bytes(tighter.peak_bytes),
         )

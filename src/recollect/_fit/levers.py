@@ -49,12 +49,12 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
     named = [levers] if isinstance(levers, str) else list(levers)
     for name in named:
         if name not in LEVERS:
-            message = f"levers: there is no {name!r}; there are {', '.join(map(repr, LEVERS))}"
+            message = f"levers: unknown lever {name!r}; expected some of {', '.join(map(repr, LEVERS))}"
             raise ValueError(message)
     if MICRO_BATCHES in named and not owns_step:
         message = (
-            "lever 'micro_batches' needs a forward and a backward that recollect.fit runs: pass the model's batch, and "
-            "loss= if it needs one, in place of step="
+            "lever 'micro_batches' works only if recollect.fit runs forward and backward itself: pass the "
+            "model's batch, and loss= if it needs one, instead of step="
         )
         raise ValueError(message)
     return {name: levers[name] if isinstance(levers, Mapping) else None for name in LEVERS if name in named}
@@ -181,7 +181,7 @@ def _find_tokenwise(model: nn.Module, inputs: Inputs, *, is_named: bool) -> list
             message = f"lever {CHUNKED_MLP!r} cannot be used on '{target.name}': {known[key]}"
             raise ValueError(message)
     if not paths:
-        _log.info("recollect.fit: lever %r is not used: no part of a block treats every token by itself", CHUNKED_MLP)
+        _log.info("recollect.fit: lever %r is not used: no part of a block handles each token on its own", CHUNKED_MLP)
     return paths
 
 
@@ -218,7 +218,7 @@ def _compare(module: nn.Module, given: tuple[torch.Size, torch.dtype, torch.devi
     close = _CLOSE.get(whole.dtype, _CLOSE_OTHERWISE)
     scale = whole.abs().max().item() or 1.0
     off = (whole - parts).abs().max().item() / scale
-    return "" if off <= close else f"its result differs by {off:.1g} where it runs on some tokens at a time"
+    return "" if off <= close else f"its result differs by {off:.1g} when it runs on a few tokens at a time"
 
 
 def _make_twin(module: nn.Module) -> nn.Module:

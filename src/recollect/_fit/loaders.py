@@ -35,7 +35,7 @@ def find_largest(loader: DataLoader[Any]) -> Any:
             if number + 1 >= (_SAME if len(sizes) == 1 else _MOST_BATCHES):
                 break
     if most < 0:
-        message = "the DataLoader gives no batch"
+        message = "the DataLoader yields no batch"
         raise ValueError(message)
     return largest
 

@@ -39,7 +39,10 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     if parts == 1:
         return [batch]
     if examples == 0 or examples % parts:
-        message = f"a batch of {examples} cannot be cut into {parts} equal parts: pass a batch of a multiple of {parts}"
+        message = (
+            f"a batch of {examples} cannot be cut into {parts} equal parts: pass a batch whose size is a multiple "
+            f"of {parts}"
+        )
         raise ValueError(message)
     leaves, spec = flatten([dict(batch) if isinstance(batch, Mapping) else batch])
     cut = [
@@ -76,8 +79,9 @@ def find_weight(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
         if abs(total * weight - expected) <= close:
             return weight
     message = (
-        f"lever {MICRO_BATCHES!r} cannot be used: the batch has a loss of {expected:.6g}, and its {parts} parts one of "
-        f"{total / parts:.6g} on average and {total:.6g} in sum. Only means and sums over examples add up"
+        f"lever {MICRO_BATCHES!r} cannot be used: the loss of the whole batch is {expected:.6g}, and those of "
+        f"its {parts} parts are {total / parts:.6g} on average and {total:.6g} in sum. It works only for a "
+        "loss that is a mean or a sum over examples"
     )
     raise ValueError(message)
 
@@ -91,8 +95,9 @@ def refuse_batch_norms(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _OVER_BATCHES) and module.training:
             message = (
-                f"lever {MICRO_BATCHES!r} cannot be used: '{name}' ({type(module).__name__}) normalises over the whole "
-                "batch, which would be another one. Put it in eval mode, or use a norm over each example"
+                f"lever {MICRO_BATCHES!r} cannot be used: '{name}' ({type(module).__name__}) normalizes over the "
+                "whole batch, and would normalize over each part instead. Put it in eval mode, or use a norm that "
+                "works on each example"
             )
             raise ValueError(message)
 
@@ -109,8 +114,9 @@ def _check_counts(parts: list[Any]) -> None:
         counts = [int((leaf == _IGNORED).sum()) for leaf in leaves]
         if len(set(counts)) > 1:
             message = (
-                f"lever {MICRO_BATCHES!r}: of the targets {', '.join(map(str, counts))} are {_IGNORED} in the parts of "
-                "this batch, so that their means do not weigh the same. Pad examples evenly, or sum the loss"
+                f"lever {MICRO_BATCHES!r}: {', '.join(map(str, counts))} targets are {_IGNORED} (ignored) in the "
+                "parts of this batch, so their mean losses would need different weights. Pad examples evenly, or sum "
+                "the loss"
             )
             raise ValueError(message)
 

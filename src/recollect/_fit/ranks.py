@@ -91,9 +91,10 @@ class Ranks:
         if self.all(not different):
             return
         message = (
-            f"rank {self._rank} has another {what} than rank {different[0]}: {value!r} and {values[different[0]]!r}"
+            f"rank {self._rank} and rank {different[0]} do not have the same {what}: {value!r} and "
+            f"{values[different[0]]!r}"
             if different
-            else f"other ranks do not agree on their {what}"
+            else f"other ranks do not have the same {what}"
         )
         raise ValueError(message)
 

@@ -33,24 +33,28 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     parts = ", ".join(
         f"{category.value} {format_bytes(size)}" for category, size in list(fixed.items())[:_MOST_CATEGORIES]
     )
-    advice = "Raise the budget, or shrink the batch; `levers` of recollect.fit may go lower"
+    advice = "Raise the budget, shrink the batch, or try the `levers` of recollect.fit"
     lasting = find_lasting_bytes(problem)
     if asked.bytes is not None and lasting > asked.bytes:
         advice = (
-            f"Parameters, gradients and optimizer state alone take {format_bytes(lasting)}, which neither a smaller "
-            "batch nor levers lower. Raise the budget, shard the model, or use an optimizer with less state"
+            f"Parameters, gradients and optimizer state alone take {format_bytes(lasting)}, and neither a smaller "
+            "batch nor levers can change that. Raise the budget, shard the model, or use an optimizer with less "
+            "state"
         )
     elif call.phase is Phase.OPTIMIZER:
-        advice = "It is the optimizer's step: use one with less state or temporaries (fused=True, foreach=False)"
+        advice = (
+            "That is the optimizer's step: use an optimizer with less state or fewer temporaries (fused=True, "
+            "foreach=False)"
+        )
     elif profile.storages and _is_head(problem, smallest.peak_call):
         chunks = "let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), "
         can_chunk = has_cross_entropy(profile.calls)
-        advice = f"It is the loss head: {chunks if can_chunk else ''}shrink the batch, or raise the budget"
+        advice = f"That is the loss head: {chunks if can_chunk else ''}shrink the batch, or raise the budget"
     wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)
     return (
         f"no plan fits {wanted}{kept}: the smallest reachable peak is "
         f"{format_bytes(smallest.peak_bytes)}, at {describe_call(problem, smallest.peak_call)}.\n"
-        + (f"Whatever is recomputed, there are {parts}. " if parts else "")
+        + (f"Whatever is recomputed, these stay: {parts}. " if parts else "")
         + advice
     )
 

@@ -113,8 +113,8 @@ class PlanSwitch:
         if wanted is self._safe and not self._has_told:
             self._has_told = True
             _log.warning(
-                "recollect.fit: %s is called with %s, larger than anything that it was fitted with: it now runs under "
-                "the plan with the smallest peak, and nobody has measured whether that fits. %s",
+                "recollect.fit: %s was called with %s, larger than anything it was fitted with: it now runs under "
+                "the plan with the smallest peak, and whether that fits was not measured. %s",
                 type(model).__name__,
                 ", ".join(map(str, map(list, asked))),
                 _IN_PARTS if any(lever.name == MICRO_BATCHES for lever in wanted.levers) else _WITH_LARGEST,

@@ -28,7 +28,7 @@ def suggest_levers(model: nn.Module, seen: Profile, asked: Asked, batch: Any, *,
         owns_step: whether it is the model that is called, and not a step of the user's.
     """
     named = ", ".join(map(repr, _list_usable(model, seen, asked, batch, owns_step=owns_step)))
-    return f"Not asked for, and possible here: levers={{{named}}}" if named else ""
+    return f"Also possible here: levers={{{named}}}" if named else ""
 
 
 def _list_usable(model: nn.Module, seen: Profile, asked: Asked, batch: Any, *, owns_step: bool) -> Iterator[str]:

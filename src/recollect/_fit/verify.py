@@ -53,8 +53,8 @@ def compare_gradients(attempt: Attempt) -> None:
         if not abs(one - two) <= close * (abs(one) + _FLOOR * total):
             message = (
                 f"levers {', '.join(repr(lever.name) for lever in levers)} change the gradient of '{name}': its norm "
-                f"is {two:.4g} with them and {one:.4g} without.\nThe model does something with its values that they "
-                "cannot follow: leave them out"
+                f"is {two:.4g} with them and {one:.4g} without.\n"
+                "The model does something that these levers do not support: leave them out"
             )
             raise ValueError(message)
 
@@ -66,5 +66,5 @@ def _measure_with(attempt: Attempt, levers: list[PlannedLever]) -> Mapping[str, 
 
 def _why_not(model: nn.Module, is_cut: bool) -> str:  # noqa: FBT001
     if is_cut and any(isinstance(part, _RANDOM) and part.training and part.p for part in model.modules()):
-        return "dropout draws other numbers in chunks"
+        return "dropout draws different numbers in chunks"
     return ""

@@ -95,7 +95,7 @@ def read_tiers(tiers: str | Sequence[str]) -> str:
     """
     tier = tiers if isinstance(tiers, str) else ", ".join(map(str, tiers))
     if tier not in _TIERS:
-        message = f"tiers={tiers!r}: expected 'host', 'disk', ('host', 'disk'), or None to send nothing away"
+        message = f"tiers={tiers!r}: expected 'host', 'disk', ('host', 'disk'), or None to offload nothing"
         raise ValueError(message)
     return tier
 
@@ -109,8 +109,8 @@ def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None)
     tier = read_tiers(tiers)
     if tier != "disk" and profile.clock is Clock.HOST:
         message = (
-            f"tiers={tiers!r}: the step runs in host memory already, and sending values there frees nothing.\n"
-            "Send them to disk (tiers='disk'), or nowhere"
+            f"tiers={tiers!r}: the step already runs in host memory, so moving values there frees nothing.\n"
+            "Pass tiers='disk', or leave tiers out"
         )
         raise ValueError(message)
     if said is not None:

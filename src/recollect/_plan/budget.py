@@ -77,7 +77,7 @@ def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budge
         )
         raise ValueError(message)
     if share > 1:
-        message = f"budget {budget!r}: a device has no more than 100% of its memory"
+        message = f"budget {budget!r}: expected at most 100% of the device's memory"
         raise ValueError(message)
     count = int(share * device_bytes)
     return Budget(text=f"{budget.strip()} ({format_bytes(count)})", bytes=count)

@@ -85,8 +85,8 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
             held = format_bytes(found.simulation.held_bytes)
             message = (
-                f"no choice of values fits {format_bytes(budget.bytes)}: the smallest peak of this graph is "
-                f"{format_bytes(found.peak_bytes)}, of which {held} are its inputs.\n"
+                f"no choice of values fits {format_bytes(budget.bytes)}: the smallest reachable peak of this graph is "
+                f"{format_bytes(found.peak_bytes)}, and its inputs alone take {held}.\n"
                 "Raise the budget, or shrink the batch"
             )
             raise BudgetError(message, found.peak_bytes)

@@ -371,17 +371,19 @@ def _check(profile: Profile) -> None:
     regions = next((call.region for call in profile.calls if call.region), "")
     if regions:
         message = (
-            f"the profile of {profile.name or 'this step'} was taken under regions ('{regions}'): a plan is made from "
-            "the plain step.\nRemove them (`recollect.remove(model)`), and profile again"
+            f"the profile of {profile.name or 'this step'} was taken with regions in place ('{regions}'), and a "
+            "plan is made from the plain step.\n"
+            "Remove them (`recollect.remove(model)`), and profile again"
         )
         raise ValueError(message)
     if again is not None:
         message = (
-            f"the step of {profile.name or 'this profile'} recomputes already, from {again.op} in "
-            f"{again.module or again.source or 'backward'} on, and not by recollect: a plan is made from the plain "
-            "step.\nTurn the model's own checkpointing off: gradient_checkpointing_disable() (Transformers), "
-            "disable_gradient_checkpointing() (diffusers), set_grad_checkpointing(False) (timm), or the call of "
-            "torch.utils.checkpoint in its code"
+            f"the step of {profile.name or 'this profile'} already recomputes (from {again.op} in "
+            f"{again.module or again.source or 'backward'} on), and not through recollect; a plan is made from "
+            "the plain step.\n"
+            "Turn the model's own checkpointing off: gradient_checkpointing_disable() (Transformers), "
+            "disable_gradient_checkpointing() (diffusers), set_grad_checkpointing(False) (timm), or remove the "
+            "call of torch.utils.checkpoint from its code"
         )
         raise ValueError(message)
     first = profile.forward_count
@@ -395,7 +397,7 @@ def _check(profile: Profile) -> None:
         call = profile.calls[number]
         if call.phase is Phase.FORWARD and call.outputs and call.module:
             message = (
-                f"call {number} ({call.op} in {call.module}) is of forward and comes after one of backward: only a "
-                "step of one forward and one backward can be planned. Profile one micro-batch"
+                f"call {number} ({call.op} in {call.module}) belongs to forward and comes after backward has begun: "
+                "only a step with one forward and one backward can be planned. Profile one micro-batch"
             )
             raise ValueError(message)

@@ -51,7 +51,7 @@ def shard(profile: Profile, world: int) -> Profile:
     storages = [_divide(storage, world, units, at) for at, storage in enumerate(profile.storages)]
     note = (
         f"estimated for {world} devices that share parameters, gradients and optimizer state as FSDP2 does; "
-        f"{len(units.owned)} units are gathered one ahead, and collectives take no time"
+        f"{len(units.owned)} units are gathered one ahead, and collectives are taken to be free"
     )
     return replace(profile, storages=(*storages, *units.list_buffers()), allocators=(), notes=(*profile.notes, note))
 

@@ -110,8 +110,8 @@ class Simulator:
         for number in range(self._forward_count, len(calls)):
             if calls[number].phase is Phase.FORWARD:
                 message = (
-                    f"call {number} ({calls[number].op}) is of forward and comes after one of backward: only a step of "
-                    "one forward and one backward can be judged"
+                    f"call {number} ({calls[number].op}) belongs to forward and comes after backward has begun: only a "
+                    "step with one forward and one backward can be judged"
                 )
                 raise ValueError(message)
         self._reads = [tuple(call.reads) for call in calls]
@@ -206,7 +206,9 @@ class Simulator:
         reads = self._reads[step.call]
         for storage in reads:
             if storage not in now:
-                message = f"step {at} ({self.profile.calls[step.call].op}) reads storage {storage}, which is not there"
+                message = (
+                    f"step {at} ({self.profile.calls[step.call].op}) reads storage {storage}, which is not in memory"
+                )
                 raise ValueError(message)
             now[storage].last_use = at
         transient = self.profile.calls[step.call].workspace_bytes
