@@ -121,7 +121,7 @@ def test_regions_of_one_tier_share_one_timetable() -> None:
             {"offload_to": "disk"},
             r"offload_to='disk' has no effect: this region offloads nothing. Pass offload_inputs=True",
         ),
-        ({"offload_to": ("disk", "host"), "offload_inputs": True}, r"offload_to=\('disk', 'host'\): a chain is of two"),
+        ({"offload_to": ("disk", "host"), "offload_inputs": True}, r"offload_to=\('disk', 'host'\): a chain has two"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:

@@ -15,7 +15,7 @@ from recollect._offload.offload import Offload
 from tests.models import GPT
 
 RECOMPUTE, SAVE, OFFLOAD = Decision.RECOMPUTE, Decision.SAVE, Decision.OFFLOAD
-WITHOUT_DEVICE = "ignore:values that are in host memory already:UserWarning"
+WITHOUT_DEVICE = "ignore:values that are already in host memory:UserWarning"
 
 
 def gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:

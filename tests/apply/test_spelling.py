@@ -103,7 +103,7 @@ def test_a_handle_can_be_explained() -> None:
         model(TOKENS).sum().backward()
         assert len(recollect.explain(handle).regions) == 4
     del model
-    with pytest.raises(ValueError, match="the model of this handle is gone"):
+    with pytest.raises(ValueError, match="the model of this handle has been freed"):
         recollect.explain(handle)
 
 

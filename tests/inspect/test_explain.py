@@ -310,7 +310,7 @@ def test_a_function_is_explained_bare_wrapped_and_decorated() -> None:
 def test_builtins_are_told_apart() -> None:
     step(recollect.checkpoint(torch.erfc, policy=policies.save_all), data())
     assert [region.name for region in recollect.explain(torch.erfc).regions] == ["erfc"]
-    with pytest.raises(ValueError, match=r"^nothing of erfinv ran"):
+    with pytest.raises(ValueError, match=r"^no part of erfinv has run"):
         recollect.explain(torch.erfinv)
 
 
@@ -352,8 +352,9 @@ def test_what_has_no_region_is_refused() -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (its whole text is below)
         recollect.explain(nn.Sequential(Block()))
     assert str(caught.value) == (
-        "nothing of Sequential ran as a region under a policy.\n"
-        "Make it one by recollect.checkpoint(Sequential, policy=...), run a forward with grad mode on, then ask again."
+        "no part of Sequential has run as a region under a policy.\n"
+        "Wrap it in recollect.checkpoint(Sequential, policy=...), run forward with grad mode on, then ask "
+        "again."
     )
 
 

@@ -825,7 +825,7 @@ def example(**changes: Any) -> OomReport:
             model="Net",
         ),
         "remedies": find_remedies(blocks, missing_bytes=2**30, failed_module="layers.9.mlp", is_forward=True),
-        "notes": ("graphs of 2 calls of Net are alive.",),
+        "notes": ("the graphs of 2 calls of Net are still alive.",),
         "rank": None,
     }
     return OomReport(**{**values, **changes})
@@ -854,7 +854,7 @@ what recomputing would have freed (missing: 1.00 GiB)
   layers.* (12 Block, 11 of them hold something): 11.00 GiB, enough for this
     allocation; one is enough for it
       recollect.apply(model)
-note: graphs of 2 calls of Net are alive.
+note: the graphs of 2 calls of Net are still alive.
 """
     )
 
@@ -877,7 +877,7 @@ def test_no_line_is_wider_than_80_columns() -> None:
     text = str(example(alive=alive, stack=(f"model.py:1 in {path}",), remedies=()))
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "…" in text
-    assert "recomputing would free nothing that modules hold so far" in text
+    assert "recomputing would free nothing that modules hold at this point" in text
 
 
 def test_more_rows_than_asked_for_are_summed() -> None:

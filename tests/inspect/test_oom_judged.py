@@ -152,7 +152,7 @@ def test_arguments_that_cannot_be_given_again_are_said_to_be() -> None:
         tracks.stop()
     judgement, why_not = _judge(Alive(root=weakref.ref(model)), shortage(2**30), tracks)
     assert judgement is None
-    assert "called with objects that cannot be given again" in why_not
+    assert "called with objects that cannot be passed a second time" in why_not
 
 
 def test_what_a_model_was_called_with_holds_no_tensor() -> None:
@@ -183,7 +183,7 @@ def test_the_text_of_choices() -> None:
         Judged(what="send it away", code="x", peak_bytes=2**31, recompute_s=None, is_enough=False),
     )
     text = list(_format_judgement(Judgement(capacity_bytes=2**30, plain_bytes=2**32, choices=choices)))
-    assert text[0] == "what would make the step fit: it needs 4.00 GiB as it is, and there are 1.00 GiB"
+    assert text[0] == "what would make the step fit: it needs 4.00 GiB as it is, and the device has 1.00 GiB"
     assert text[1] == "  recompute layers.* (12 Block): peak 1.00 GiB, at most 50.0 ms more a step,"
     assert text[2] == "    enough"
     assert text[3] == "      recollect.apply(model)"

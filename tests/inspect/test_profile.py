@@ -382,7 +382,7 @@ def test_a_model_without_a_loss_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="cannot make a loss from what Linear returns") as caught:
         recollect.profile(model, torch.ones(1, 2))
     assert "`loss=`" in str(caught.value)
-    with pytest.raises(ValueError, match="loss= gave float, which has no graph behind it"):
+    with pytest.raises(ValueError, match="loss= returned float, which has no graph behind it"):
         recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
 
 
@@ -401,7 +401,7 @@ def loop_of_steps() -> Iterator[None]:
         (
             lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), optimizer="adam"),  # type: ignore[arg-type]
             TypeError,
-            "optimizer='adam': expected one of torch.optim, an instance or a class",
+            "optimizer='adam': expected an optimizer of torch.optim, an instance or a class",
         ),
         (
             lambda: recollect.profile(nn.Linear, 1, 1),
@@ -413,7 +413,7 @@ def loop_of_steps() -> Iterator[None]:
             TypeError,
             (
                 "recollect.profile expects a function that runs a step when it is called; "
-                f"{reprlib.repr(loop_of_steps)} only begins one"
+                f"{reprlib.repr(loop_of_steps)} only starts one"
             ),
         ),
         (
@@ -429,17 +429,23 @@ def loop_of_steps() -> Iterator[None]:
         (
             lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), device="cuda"),
             ValueError,
-            "device='cuda', dtype=None are for dry profiles: a real step runs where and as the model is",
+            (
+                "device='cuda', dtype=None only work with dry=True: a real step runs on the model's own device and "
+                "in its own dtype"
+            ),
         ),
         (
             lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1)),
             ValueError,
-            "Linear is on meta, where tensors have no values: only a dry profile is possible: pass dry=True",
+            "Linear is on the meta device, where tensors have no values: only a dry profile is possible: pass dry=True",
         ),
         (
             lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1), dry=True),
             ValueError,
-            "Linear is on meta, where tensors have no values: pass the device to estimate for, as in device='H100'",
+            (
+                "Linear is on the meta device, where tensors have no values: pass the device to estimate for, as in "
+                "device='H100'"
+            ),
         ),
     ],
 )

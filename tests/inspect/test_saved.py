@@ -379,8 +379,9 @@ def test_gradients_are_those_of_a_run_without_printing(printed: Callable[..., st
         pytest.param(
             torch.ones(1),
             ValueError,
-            "loss does not require grad: it was computed under torch.no_grad(), was detached, or no tensor that it is "
-            "computed from requires grad.\nThere is no graph behind it, and nothing is held for backward.",
+            "loss does not require grad: it was computed under torch.no_grad(), was detached, or nothing that it "
+            "was computed from requires grad.\n"
+            "There is no graph behind it, and nothing is held for backward.",
             id="no grad",
         ),
         pytest.param(

@@ -394,7 +394,7 @@ def test_a_host_tier_on_a_machine_without_device_says_that_it_frees_nothing() ->
     if torch.accelerator.is_available():
         pytest.skip("there is a device")
     x = torch.randn(64, requires_grad=True)
-    says = pytest.warns(UserWarning, match="sending them to the host tier would free nothing")
+    says = pytest.warns(UserWarning, match="moving them to the host tier would free nothing")
     with says, recollect.offload(min_bytes=0):
         y = chain(x)
     y.sum().backward()
@@ -414,7 +414,7 @@ def test_values_of_a_device_without_streams_stay() -> None:
             y = chain(x)
         y.sum().backward()
 
-    with pytest.warns(UserWarning, match="values on cpu stay there: copies beside its work are not possible") as caught:
+    with pytest.warns(UserWarning, match="values on cpu stay there: it cannot copy while it computes") as caught:
         train()
     assert len(caught) == 1
     (plain,) = torch.autograd.grad(chain(x).sum(), x)

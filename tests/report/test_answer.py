@@ -158,8 +158,7 @@ def test_saved_tensors_of_several_passes_are_explained() -> None:
     assert totals.passes == 4
     assert totals.bytes == 4 * sum_saved(one).bytes > four.peak_bytes
     assert totals.most_bytes == sum_saved(one).bytes
-    assert (
-        "over 4 forward passes; each frees its own before the next, at most 128.00 KiB are there at a time"
-        in " ".join(write_text(four).split())
+    assert "over 4 forward passes; each frees its own before the next, at most 128.00 KiB at a time" in " ".join(
+        write_text(four).split()
     )
     assert sum_saved(one).sentence == ""

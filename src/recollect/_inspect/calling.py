@@ -157,4 +157,4 @@ def _explain_no_loss(model: nn.Module, output: Any, value: Any) -> str:
             f"cannot make a loss from what {what} returns ({type(output).__name__}): no tensor in it requires grad. "
             "Pass `loss=`, a function from the output to the loss, or unfreeze what you want to train"
         )
-    return f"loss= gave {type(value).__name__}, which has no graph behind it: expected a tensor that requires grad"
+    return f"loss= returned {type(value).__name__}, which has no graph behind it: expected a tensor that requires grad"

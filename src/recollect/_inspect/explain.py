@@ -82,8 +82,8 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
             regions=(), note=f"{name} has {count_noun(waiting, 'region')} under a policy; none has run yet"
         )
     message = (
-        f"nothing of {name} ran as a region under a policy.\n"
-        f"Make it one by recollect.checkpoint({name}, policy=...), run a forward with grad mode on, then ask again."
+        f"no part of {name} has run as a region under a policy.\n"
+        f"Wrap it in recollect.checkpoint({name}, policy=...), run forward with grad mode on, then ask again."
     )
     raise ValueError(message)
 
@@ -91,7 +91,7 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
 def _explain_applied(handle: Applied) -> Explanation:
     model = handle.model
     if model is None:
-        message = "the model of this handle is gone: keep the model, and ask for recollect.explain(model)"
+        message = "the model of this handle has been freed: keep it alive, and call recollect.explain(model)"
         raise ValueError(message)
     if not handle.has_policy:
         return Explanation(regions=(), note=f"{handle.head}: none has a policy, so all of them are recomputed")

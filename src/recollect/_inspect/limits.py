@@ -31,18 +31,18 @@ def list_limits(
         is_dry: whether the step ran on fake tensors.
     """
     if is_dry and after:
-        yield "regions under policies hold more on fake tensors than in real steps, in which they learn"
+        yield "regions under policies hold more on fake tensors than in real steps, where they learn what to keep"
     elif len(after) > len(before):
-        yield "regions ran for the first time under their policies and learned: later steps take less"
+        yield "regions ran under their policies for the first time, to learn what to keep: later steps take less"
     if not any(call.phase is Phase.BACKWARD for call in capture.calls):
         yield "no backward ran, so it is not known what would be kept for it"
     if missed:
         yield (
-            f"of the parameters and buffers {missed} changed past the profiler, as on another thread: they are not "
-            "put back, and what runs there is not seen"
+            f"{missed} of the parameters and buffers changed where the profiler does not look, such as on another "
+            "thread: what changed is not restored, and what runs there is not seen"
         )
     if capture.whereabouts.saw_torch_checkpoint:
-        yield "torch.utils.checkpoint recomputes here: what it keeps to do so is not among what is saved"
+        yield "torch.utils.checkpoint recomputes here: what it keeps for that is not counted as saved"
     if any(map(_is_compiled, modules)) and not is_dry:
         yield "compiled code is seen from outside: only the operators that it calls at run time are recorded"
 

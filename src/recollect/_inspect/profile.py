@@ -130,7 +130,10 @@ def profile_step(  # noqa: PLR0913 (as above)
     values = [*inputs, *given.values()]
     _check(step_or_model, loss, optimizer)
     if not dry and (device is not None or dtype is not None):
-        message = f"device={device!r}, dtype={dtype!r} are for dry profiles: a real step runs where and as the model is"
+        message = (
+            f"device={device!r}, dtype={dtype!r} only work with dry=True: a real step runs on the model's own "
+            "device and in its own dtype"
+        )
         raise ValueError(message)
     if isinstance(step_or_model, nn.Module):
         modules, optimizers = [step_or_model], list[torch.optim.Optimizer]()
@@ -152,7 +155,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     if here.type == "meta" and (not dry or device is None):
         dry_only = "only a dry profile is possible: pass dry=True"
         what = "pass the device to estimate for, as in device='H100'" if dry else dry_only
-        message = f"{name_of(step_or_model)} is on meta, where tensors have no values: {what}"
+        message = f"{name_of(step_or_model)} is on the meta device, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
         with learning_apart():
@@ -185,14 +188,16 @@ def _check(step_or_model: object, loss: object, optimizer: object) -> None:
         message = f"recollect.profile expects a model, not its class {step_or_model.__name__}: pass an instance"
         raise TypeError(message)
     if inspect.iscoroutinefunction(step_or_model) or inspect.isgeneratorfunction(step_or_model):
-        message = f"recollect.profile expects a function that runs a step when it is called; {what} only begins one"
+        message = (
+            f"recollect.profile expects a function that runs a step when it is called; calling {what} only starts one"
+        )
         raise TypeError(message)
     if loss is not None and not isinstance(step_or_model, nn.Module):
         message = f"loss= is for models: {what} is a function, which returns a loss or runs its backward"
         raise ValueError(message)
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
-        message = f"optimizer={reprlib.repr(optimizer)}: expected one of torch.optim, an instance or a class"
+        message = f"optimizer={reprlib.repr(optimizer)}: expected an optimizer of torch.optim, an instance or a class"
         raise TypeError(message)
     if torch.is_inference_mode_enabled():
         message = "recollect.profile runs a training step, and inference mode is on: leave torch.inference_mode() first"
@@ -217,7 +222,7 @@ def _check_lazy(modules: Iterable[nn.Module]) -> None:
         for path, parameter in module.named_parameters():
             if is_lazy(parameter):
                 message = (
-                    f"parameter '{path}' of {type(module).__name__} is lazy: the first call makes it, which cannot be "
-                    "undone. Call the model once before it is profiled"
+                    f"parameter '{path}' of {type(module).__name__} is lazy: the first call creates it, and that "
+                    "cannot be undone. Call the model once before you profile it"
                 )
                 raise ValueError(message)

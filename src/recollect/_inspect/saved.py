@@ -27,7 +27,7 @@ class Kind(Enum):
 
     KEPT = "autograd holds it as it is"
     REGION = "a region holds it: one of its inputs, or a value it keeps or has recomputed"
-    PACKED = "saved-tensor hooks of others hold it, or what they made of it"
+    PACKED = "other saved-tensor hooks hold it, or what they made of it"
     PARAMETER = "a parameter, or another leaf that requires grad: alive without the graph"
     FORGOTTEN = "a region has let it go and will recompute it"
 
@@ -174,8 +174,8 @@ def _explain_no_graph(tensors: list[Tensor]) -> str:
     if any(tensor.requires_grad for tensor in tensors):
         return "loss has no graph behind it: it is a leaf, not a result. Pass what is computed from it."
     return (
-        "loss does not require grad: it was computed under torch.no_grad(), was detached, or no tensor that it is "
-        "computed from requires grad.\n"
+        "loss does not require grad: it was computed under torch.no_grad(), was detached, or nothing that it "
+        "was computed from requires grad.\n"
         "There is no graph behind it, and nothing is held for backward."
     )
 

@@ -268,7 +268,7 @@ class StepProfiler:
             )
         except Exception as error:
             what = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
-            note = f"the step could not be run again ({what}): times are those of a watched step, which takes longer"
+            note = f"the step could not be run again ({what}): times are those of the profiled step, which runs slower"
             self._notes.append(note)
             return None
 

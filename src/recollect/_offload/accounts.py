@@ -79,11 +79,11 @@ class OffloadReport:
         """One line.
 
         >>> print(OffloadReport(tier="host", steps=3, values=2, out_bytes=2**30, back_bytes=2**30))
-        offload to host: 2 values, 1.00 GiB out and 1.00 GiB back in a step
+        offload to host: 2 values, 1.00 GiB out and 1.00 GiB back per step
         """
         text = (
             f"offload to {self.tier}: {count_noun(self.values, 'value')}, {format_bytes(self.out_bytes)} out and "
-            f"{format_bytes(self.back_bytes)} back in a step"
+            f"{format_bytes(self.back_bytes)} back per step"
         )
         if self.stayed_bytes:
             text += f", {format_bytes(self.stayed_bytes)} stayed"

@@ -37,7 +37,5 @@ class LanesByDevice:
         try:
             return self._make(device)
         except (RuntimeError, NotImplementedError) as error:
-            self._notices.add(
-                f"{device}", f"values on {device} stay there: copies beside its work are not possible ({error})"
-            )
+            self._notices.add(f"{device}", f"values on {device} stay there: it cannot copy while it computes ({error})")
             return False

@@ -138,8 +138,8 @@ class DiskTier:
                 raise OffloadError(message)
             if checksum(room) != key.sums[number]:
                 message = (
-                    f"{self.path} has other bytes at {key.offset + start} than were written there (checksum "
-                    f"{checksum(room):#x}, was {key.sums[number]:#x})"
+                    f"{self.path}: the bytes at {key.offset + start} are not those that were written (checksum "
+                    f"{checksum(room):#x}, expected {key.sums[number]:#x})"
                 )
                 raise OffloadError(message)
             if room is not target:
@@ -218,7 +218,7 @@ def remove_stale(folder: Path) -> None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 size = os.fstat(fd).st_size
                 path.unlink()
-                _log.info("removed %s (%s), which a process left that has ended", path, format_bytes(size))
+                _log.info("removed %s (%s), left behind by a process that has ended", path, format_bytes(size))
             finally:
                 os.close(fd)
 

@@ -31,8 +31,9 @@ class Notices:
         """Values are in host memory by nature, and nothing slower is at hand."""
         self.add(
             "host",
-            "values that are in host memory already stay where they are: sending them to the host tier would free "
-            "nothing.\nOn a machine without an accelerator use the disk tier: recollect.offload(tier='disk').",
+            "values that are already in host memory stay where they are: moving them to the host tier would free "
+            "nothing.\n"
+            "On a machine without an accelerator use the disk tier: recollect.offload(tier='disk').",
         )
 
     def add_no_room(self, what: str, *, limit: int | None) -> None:
@@ -40,7 +41,7 @@ class Notices:
         why = "no more host memory" if limit is None else f"the host limit of {format_bytes(limit)} is reached"
         self.add(
             "limit",
-            f"{why}: {what}, and so does whatever finds no room.\n"
+            f"{why}: {what}, and so does everything else that finds no room.\n"
             "Raise `limit`, or let the rest go to disk: tier=('host', 'disk').",
         )
 

@@ -249,7 +249,7 @@ def _read_options(  # noqa: PLR0917
 ) -> _Options:
     tiers = check_tier(tier, "tier")
     if directory is not None and "disk" not in tiers:
-        message = f"directory={os.fspath(directory)!r} is of the disk tier, and tier={tier!r}. Pass tier='disk'"
+        message = f"directory={os.fspath(directory)!r} is for the disk tier, and tier={tier!r}. Pass tier='disk'"
         raise ValueError(message)
     if not isinstance(wait, bool):
         message = f"wait={wait!r}: expected True or False"
@@ -277,7 +277,7 @@ def check_tier(tier: TierLike, option: str) -> tuple[str | Tier, ...]:
         )
         raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
     if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004
-        message = f"{option}={tier!r}: a chain is of two tiers, 'host' and what is behind it, as ('host', 'disk')"
+        message = f"{option}={tier!r}: a chain has two tiers, 'host' and the one behind it, as in ('host', 'disk')"
         raise ValueError(message)
     return tiers
 

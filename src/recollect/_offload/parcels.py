@@ -143,8 +143,8 @@ class Parcel:
         if self.is_changed or (self.alias is not None and self.alias._version != self.version):  # noqa: SLF001
             self.is_changed = True
             message = (
-                f"{self} was changed in place after it had been saved for backward, before it was sent away.\n"
-                "Its gradient needs the value that it had.\n"
+                f"{self} was changed in place after it was saved for backward, before it was offloaded.\n"
+                "The gradient needs its old value.\n"
                 "Use the out-of-place form of that operation, or save a clone."
             )
             raise ChangedInputError(message)
@@ -184,8 +184,8 @@ class Stayed:
             kind = str(tensor.dtype).removeprefix("torch.")
             message = (
                 f"a tensor saved for backward ({kind}{list(tensor.shape)} on {tensor.device}) was changed in place: "
-                f"it is at version {tensor._version}, and was at {self.version}.\n"  # noqa: SLF001
-                "Its gradient needs the value that it had.\n"
+                f"it is at version {tensor._version}, and was saved at version {self.version}.\n"  # noqa: SLF001
+                "The gradient needs its old value.\n"
                 "Use the out-of-place form of that operation, or save a clone."
             )
             raise ChangedInputError(message)

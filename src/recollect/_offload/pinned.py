@@ -171,8 +171,8 @@ class PinnedPool:
             except RuntimeError as error:
                 self.is_pinned = False
                 message = (
-                    f"the system would not pin {format_bytes(size)} of host memory ({_first_line(error)}). Offloading "
-                    "goes on with pageable memory: copies are several times slower and hold up the step.\n"
+                    f"the system refused to pin {format_bytes(size)} of host memory ({_first_line(error)}). Offloading "
+                    "continues with pageable memory: copies are several times slower, and the step waits for them.\n"
                     "Raise the limit on locked memory (`ulimit -l`), or pass a smaller `limit`."
                 )
                 warnings.warn(message, UserWarning, stacklevel=2)

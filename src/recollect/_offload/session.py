@@ -334,8 +334,8 @@ class Session:
                 f"offloading to {self.tier} makes each step wait {report.stall_s * 1e3:.1f} ms for copies "
                 f"({format_bytes(report.out_bytes)} out, {format_bytes(report.back_bytes)} back); running forward "
                 f"again would take about {report.forward_s * 1e3:.1f} ms.\n"
-                "The link is too slow for so much. Send only what travels unseen (`wait=False`), or recompute: "
-                "recollect.apply(model)."
+                "The link is too slow for that much. Offload only what can be copied without waiting (`wait=False`), "
+                "or recompute: recollect.apply(model)."
             )
             warnings.warn(message, UserWarning, stacklevel=3)
 

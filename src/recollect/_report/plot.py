@@ -120,7 +120,7 @@ def _draw_memory(axes: Axes, profile: Profile, against: Profile | None) -> None:
     axes.set_ylim(0, 1.15 * highest)
     _mark_phases(axes, profile)
     axes.set_xticks([])
-    axes.set_xlabel("calls of operators, from the first to the last", fontsize=9, color=FAINT)
+    axes.set_xlabel("operator calls, first to last", fontsize=9, color=FAINT)
     _count_in_bytes(axes.yaxis, axes.get_ylim()[1])
 
 

@@ -145,13 +145,13 @@ class SavedTotals:
         """Why they may be more than the peak; nothing where they are all there at once.
 
         >>> SavedTotals(count=8, bytes=4096, most_bytes=1024, passes=4).sentence
-        'over 4 forward passes; each frees its own before the next, at most 1.00 KiB are there at a time'
+        'over 4 forward passes; each frees its own before the next, at most 1.00 KiB at a time'
         """
         if self.most_bytes >= self.bytes:
             return ""
         passes = f"over {self.passes} forward passes; " if self.passes > 1 else ""
         each = "each frees its own before the next, " if self.passes > 1 else ""
-        return f"{passes}{each}at most {format_bytes(self.most_bytes)} are there at a time"
+        return f"{passes}{each}at most {format_bytes(self.most_bytes)} at a time"
 
 
 def find_peak(profile: Profile) -> PeakRow:

@@ -59,8 +59,8 @@ def _judge_parts(peak: PeakRow) -> str:
         region = f" of region '{peak.region}'" if peak.region else ""
         return (
             f"The peak is in the recomputation{region}, not in what is kept between forward and backward: "
-            f"{format_bytes(again)} were recomputed and are there at once. Recomputing more regions does not lower it. "
-            "Make regions smaller: parts of the module, or fewer layers in one."
+            f"{format_bytes(again)} were recomputed and are in memory at once. Recomputing more regions does not "
+            "lower it. Make regions smaller: parts of the module, or fewer layers in one."
         )
     if largest == "head":
         return (

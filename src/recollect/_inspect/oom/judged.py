@@ -158,7 +158,7 @@ def _list_choices(seen: Profile) -> Iterator[tuple[str, str, int, float | None, 
         # Values come back a block or two before backward does: about two blocks' more than recomputing takes.
         peak = min(seen.peak_bytes, whole.peak_bytes + 2 * whole.freed_bytes // whole.count)
         code = write_code(whole, seen).replace('"full"', "recollect.Decision.OFFLOAD")
-        yield f"send what {whole.path} ({whole.count} {whole.kind}) saves to host memory", code, peak, None, False
+        yield f"move what {whole.path} ({whole.count} {whole.kind}) saves to host memory", code, peak, None, False
 
 
 def _freed(gain: Gain) -> int:

@@ -122,10 +122,8 @@ def _judge(alive: Alive, shortage: Shortage, tracks: Tracks) -> tuple[Judgement 
     if model is None or given is None or allocated is None or available is None or is_several:
         return None, ""
     if not given.is_known:
-        return (
-            None,
-            "the model was called with objects that cannot be given again: remedies go by this allocation alone.",
-        )
+        why = "the model was called with objects that cannot be passed a second time"
+        return None, f"{why}: remedies are judged by this allocation alone."
     optimizer = None if alive.optimizer is None else alive.optimizer()
     try:
         judgement = judge(
@@ -138,7 +136,10 @@ def _judge(alive: Alive, shortage: Shortage, tracks: Tracks) -> tuple[Judgement 
         )
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return None, f"the step cannot be followed on fake tensors ({why}): remedies go by this allocation."
+        return (
+            None,
+            f"the step cannot be followed on fake tensors ({why}): remedies are judged by this allocation alone.",
+        )
     return judgement, ""
 
 
@@ -151,11 +152,12 @@ def _find_notes(alive: Alive, place: ErrorPlace) -> Iterator[str]:
         )
     if alive.calls > 1:
         yield (
-            f"graphs of {alive.calls} calls of {alive.model} are alive. If you do not add up losses before backward, "
-            "something keeps an earlier result: append loss.item() or loss.detach() to lists, not the loss."
+            f"the graphs of {alive.calls} calls of {alive.model} are still alive. If you do not add up losses "
+            "before backward, something keeps an earlier result: append loss.item() or loss.detach() to lists, "
+            "not the loss."
         )
     if alive.compiled:
-        yield "compiled code is one node of the graph, so it is not known which module inside it holds what."
+        yield "compiled code is one node of the graph, so which module inside it holds what is unknown."
     if alive.forgotten:
         yield f"regions have let go of {count_noun(alive.forgotten, 'tensor')}, to be recomputed."
     if alive.unplaced_bytes:

@@ -41,7 +41,7 @@ def _format_head(report: OomReport) -> Iterator[str]:
         of = "" if report.total_bytes is None else f" of {format_bytes(report.total_bytes)}"
         numbers.append(f"{format_bytes(report.allocated_bytes)}{of} were allocated")
     if report.unused_bytes:
-        numbers.append(f"{format_bytes(report.unused_bytes)} reserved but in pieces")
+        numbers.append(f"{format_bytes(report.unused_bytes)} reserved but fragmented")
     if report.missing_bytes is not None and report.missing_bytes != asked:
         numbers.append(f"missing: {format_bytes(report.missing_bytes)}")
     yield from _wrap("; ".join(numbers), indent=2)
@@ -130,8 +130,8 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
     if report.is_fragmentation:
         yield "there was enough memory, but not in one piece"
         yield from _wrap(
-            "Let the allocator join pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, "
-            "before the start.",
+            "Let the allocator join the pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True in the "
+            "environment before the program starts.",
             indent=2,
         )
     if report.judgement is not None and report.judgement.choices:
@@ -139,7 +139,7 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
         return
     if not report.remedies:
         if report.alive.model and not report.is_fragmentation and not report.alive.compiled:
-            yield from _wrap("recomputing would free nothing that modules hold so far: make the batch smaller")
+            yield from _wrap("recomputing would free nothing that modules hold at this point: make the batch smaller")
         return
     yield "what recomputing would have freed" + (
         f" (missing: {format_bytes(report.missing_bytes)})" if report.missing_bytes else ""
@@ -151,7 +151,7 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
 
 def _format_judgement(judgement: Judgement) -> Iterator[str]:
     has, needs = format_bytes(judgement.capacity_bytes), format_bytes(judgement.plain_bytes)
-    yield from _wrap(f"what would make the step fit: it needs {needs} as it is, and there are {has}")
+    yield from _wrap(f"what would make the step fit: it needs {needs} as it is, and the device has {has}")
     for choice in judgement.choices:
         yield from _wrap(_describe_choice(choice), indent=2)
         yield f"      {choice.code}"

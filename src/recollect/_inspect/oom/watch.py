@@ -137,7 +137,7 @@ class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
         """The function, watched at each call."""
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             message = f"on_oom cannot watch {fn.__qualname__}, which is a generator or coroutine: "
-            message += "write `with recollect.on_oom():` inside of it"
+            message += "write `with recollect.on_oom():` inside it"
             raise TypeError(message)
 
         @functools.wraps(fn)
