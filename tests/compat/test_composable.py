@@ -635,7 +635,7 @@ def test_compiled_code_breaks_its_graph_at_a_checkpointed_module() -> None:
 def test_transforms_are_refused_with_a_way_out() -> None:
     module = checkpoint(nn.Linear(2, 2))
     with pytest.raises(
-        recollect.TransformError, match=r"(?s)region 'Linear': composable checkpoint works by hooks.*enable"
+        recollect.TransformError, match=r"(?s)region 'Linear': composable checkpoint works through hooks.*enable"
     ):
         torch.func.grad(lambda x: module(x).sum())(torch.ones(2))
     checkpoint.state(module).enable_hook = False

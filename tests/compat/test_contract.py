@@ -237,7 +237,7 @@ def test_a_module_whose_state_was_overwritten_is_refused(name: str) -> None:
 
     model = make_model()
     vars(model)[f"_recollect_composable_{name}"] = "mine"
-    with pytest.raises(AssertionError, match=r"is not what composable APIs store there, but 'mine'"):
+    with pytest.raises(AssertionError, match=r"should hold the registry of composable APIs, and holds 'mine'"):
         api(model)
 
 

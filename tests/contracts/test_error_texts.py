@@ -583,7 +583,7 @@ def test_contexts_inside_a_transform() -> None:
         )
 
     assert text_of(ValueError, lambda: torch.func.grad(fn)(torch.ones(2))) == (
-        "region 'sum': context_fn cannot be used inside a torch.func transform"
+        "region 'sum': context_fn does not work inside a torch.func transform; leave it out there"
     )
 
 

@@ -146,7 +146,7 @@ def test_a_tensor_that_leaked_from_a_region_gives_its_gradient_once_or_an_error(
     x.grad = None
     backward(leaked[0].sum(), keep=True)
     assert torch.equal(x.grad, x.detach().exp())  # type: ignore[arg-type]
-    with pytest.raises(recollect.CheckpointError, match="left the region by another way than its result"):
+    with pytest.raises(recollect.CheckpointError, match="left the region other than as its result"):
         backward(leaked[0].sum())
 
 

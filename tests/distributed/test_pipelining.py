@@ -537,7 +537,7 @@ def test_a_stage_shares_once() -> None:
         share_recomputation(pipeline.schedule)
     assert str(caught.value) == (
         "pipeline stage 1: its two halves of backward already share their recomputation.\n"
-        "Call share_recomputation once for a stage, or remove() the first handle before."
+        "Call share_recomputation once for a stage, or call remove() on the first handle before."
     )
     assert "step" not in vars(pipeline.schedule)
 

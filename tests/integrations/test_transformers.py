@@ -81,8 +81,11 @@ def test_a_budget_is_kept() -> None:
     ("options", "text"),
     [
         ({"budget": "1GiB"}, r"budget='1GiB' needs inputs=, a batch that the model is called with"),
-        ({"budget": "1GiB", "policy": "full", "every": 2}, r"so policy, every cannot be given with it"),
-        ({"optimizer": torch.optim.SGD, "tiers": "host"}, r"optimizer, tiers: only for budget=, which is missing"),
+        ({"budget": "1GiB", "policy": "full", "every": 2}, r"so it cannot be combined with policy, every"),
+        (
+            {"optimizer": torch.optim.SGD, "tiers": "host"},
+            r"optimizer, tiers: only used with budget=, which is missing",
+        ),
     ],
 )
 def test_a_budget_without_what_it_needs_is_refused(options: Any, text: str) -> None:
@@ -91,7 +94,9 @@ def test_a_budget_without_what_it_needs_is_refused(options: Any, text: str) -> N
 
 
 def test_a_model_of_another_kind_is_sent_to_apply() -> None:
-    with pytest.raises(TypeError, match=r"there is none in Linear; for other models use recollect\.apply\(model\)"):
+    with pytest.raises(
+        TypeError, match=r"Linear neither is nor holds one; for other models use recollect\.apply\(model\)"
+    ):
         enable(torch.nn.Linear(1, 1))
 
 
@@ -197,7 +202,7 @@ def test_a_stream_of_data_needs_a_batch_for_a_budget(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return iter([Sentences()[n] for n in range(8)])
 
-    with pytest.raises(ValueError, match=r"budget= needs inputs=, a batch, where the training data is a stream"):
+    with pytest.raises(ValueError, match=r"budget= needs inputs=, a batch: the training data is a stream"):
         train(build("gpt2"), tmp_path, [RecollectCallback(budget="min")], Stream())
     model = build("gpt2")
     train(model, tmp_path, [RecollectCallback(budget="min", inputs=batch("gpt2"))], Stream())

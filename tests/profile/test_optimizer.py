@@ -179,8 +179,8 @@ def test_what_cannot_step_is_counted_by_its_name_and_said() -> None:
         assert large(shadow.states) == 2 * SIZE // 4
         (said,) = shadow.notes
         assert said == (
-            "the state of AdamW8bit is counted as 2 tensors for each parameter, by its name, and its step is left out: "
-            "it could not step on fake tensors: on CUDA only"
+            "the state of AdamW8bit is counted as 2 tensors for each parameter, going by its name, and its step "
+            "is left out: it could not step on fake tensors: on CUDA only"
         )
     with shadow_of(torch.optim.LBFGS, trained().parameters(), on_cuda=True) as shadow:
         assert shadow.states == []

@@ -82,7 +82,7 @@ def test_a_tensor_of_an_object_that_is_written_into_is_named() -> None:
     with pytest.raises(recollect.ChangedInputError) as caught:
         y.sum().backward()
     assert str(caught.value).startswith(
-        "region 'attention': the function wrote into Static.keys['layer 0'], a tensor of an object among its arguments"
+        "region 'attention': the function wrote into Static.keys['layer 0'], a tensor inside one of its arguments"
     )
 
 

@@ -148,8 +148,8 @@ def test_operators_inside_of_kept_blocks_are_said_not_to_be_asked_about() -> Non
     run(policy, module)
     (text,) = warned(policy)
     assert text == (
-        "policy save_matmuls matched nothing in this step. Operators that ran there: aten.tanh.default (1 time); "
-        "those inside of module '0', kept whole, were not looked at"
+        "policy save_matmuls matched nothing in this step. Operators that ran there: aten.tanh.default (1 "
+        "time); those inside module '0', kept whole, were not considered"
     )
 
 

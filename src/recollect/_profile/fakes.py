@@ -71,8 +71,8 @@ class Fakes:
 def _check_kind(tensor: Tensor) -> None:
     if is_uninitialized(tensor):
         message = (
-            "a lazy module has parameters without a shape yet: run it once on real inputs, or give the shape when it "
-            "is built, before a dry profile"
+            "a lazy module has parameters whose shapes are not known yet: before a dry profile, run it once on "
+            "real inputs, or give the shapes when you build it"
         )
         raise ValueError(message)
     if tensor.layout is not torch.strided or is_wrapper(tensor) or tensor.is_quantized:

@@ -315,7 +315,7 @@ def _count_slots(shadow: Shadow, parameters: list[Tensor], why: str) -> None:
     dtype = torch.uint8 if "8bit" in plain else None
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     shadow.states = [torch.empty_like(p, dtype=dtype) for p in trained for _ in range(count or 0)]
-    counted = "taken as 0" if count is None else f"counted as {count} tensors for each parameter, by its name"
+    counted = "taken as 0" if count is None else f"counted as {count} tensors for each parameter, going by its name"
     shadow.notes.append(f"the state of {shadow.name} is {counted}, and its step is left out: {why}")
 
 

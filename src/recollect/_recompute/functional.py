@@ -119,7 +119,7 @@ def run_functional(
         TransformError: a tracked tensor that is neither argument nor parameter.
     """
     if options.contexts is not None:
-        message = f"region '{name}': context_fn cannot be used inside a torch.func transform"
+        message = f"region '{name}': context_fn does not work inside a torch.func transform; leave it out there"
         raise ValueError(message)
     if options.matcher.values is not None:
         message = (

@@ -255,8 +255,8 @@ def _describe_objects(leaves: list[Any]) -> list[str]:
         return []
     names = list_some([kind.__name__ for kind in kinds])
     line = (
-        f"Or it changed one of its arguments ({names}): recomputation gets it as forward left it. In Transformers, "
-        "use_cache=False switches a cache of keys and values off."
+        f"Or it changed one of its arguments ({names}): recomputation gets it as forward left it. In "
+        "Transformers, use_cache=False turns the key/value cache off."
     )
     return [line]
 

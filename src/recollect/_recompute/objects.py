@@ -87,10 +87,10 @@ class ObjectState:
         """
         if self._written is not None:
             message = (
-                f"region '{region}': the function wrote into {self._written}, a tensor of an object among its "
-                "arguments, which recomputation would read as forward left it.\n"
-                "Give the region an object that it does not write into (of a cache of keys and values: none, by "
-                "use_cache=False in Transformers), or let it set a new tensor in place of writing."
+                f"region '{region}': the function wrote into {self._written}, a tensor inside one of its arguments, "
+                "and recomputation would read what it wrote.\n"
+                "If the argument is a key/value cache, turn it off (use_cache=False in Transformers). Otherwise pass "
+                "an object that the function does not write into, or let it assign a new tensor instead."
             )
             raise ChangedInputError(message)
         now = [(part, _contents_of(part)) for part, _ in self._entries]

@@ -20,8 +20,8 @@ def refuse_used(region: str) -> NoReturn:
         CheckpointError: always.
     """
     message = (
-        f"region '{region}': backward runs again through a tensor that left the region by another way than "
-        "its result (a list, an attribute), after the region's own backward freed what it needs.\n"
+        f"region '{region}': a tensor left the region other than as its result (in a list or an attribute), "
+        "and backward runs through it after the region's own backward has freed what it needs.\n"
         "Return that tensor from the function, or pass retain_graph=True to the region's backward."
     )
     raise CheckpointError(message)

@@ -67,7 +67,7 @@ class Asker:
         line = self._find(func, operator, call, args, kwargs, result)
         recording = self._recording
         if recording is not None and operator.is_collective:
-            recording.broken("it communicates with other processes, which must all take the same way")
+            recording.broken("it communicates with other processes, which must all do the same")
         if recording is not None and recording.current is not None:
             beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
             if operator.statistics:
@@ -115,7 +115,7 @@ class Asker:
         )
         if not is_whole or any(draft.find_cast(tensor, entry) is None for tensor in loose):
             names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
-            recording.broken(f"{name_of_call(entry.func)} runs {names}, of which some are kept and some are not")
+            recording.broken(f"{name_of_call(entry.func)} runs {names}, and only some of these are kept")
 
     def _find(self, func: Any, operator: Operator, call: int, args: Any, kwargs: Any, result: Any) -> DecisionLine:  # noqa: PLR0917
         self._index += 1

@@ -218,7 +218,7 @@ class Decisions:
 
     def vary(self) -> Decisions:
         """The same decisions for calls of any size: of these no program is made."""
-        why = "its inputs have had three different sizes, and a program is for one"
+        why = "its inputs have had three different sizes, and a program works for one size only"
         other = replace(
             self, program=None, may_record=False, why_no_program=why, is_varying=self.looks_at_sizes, unwatched=0
         )

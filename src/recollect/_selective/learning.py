@@ -41,7 +41,7 @@ def learn_program(
     if not decisions.may_record:
         recording.broken("it calls a higher-order operator")
     if recording.why_broken is None and _is_bound_by_host(recording, knowledge, decisions):
-        recording.broken("its operators are too small: to run it again without what is kept takes less time")
+        recording.broken("its operators are too small: running it again without what is kept is faster")
     found = None
     if recording.why_broken is None:
         assert asker is not None, "single operators are kept, so somebody was asked"

@@ -40,7 +40,7 @@ BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.g
 _UNFILLED = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in UNFILLED if hasattr(owner, name))
 WRITES = "it writes into tensors in place"
 """Why a recording is broken where something else shares the memory, or needs what was overwritten."""
-CALLS_COMPILED = "it calls compiled code, which runs again as a whole"
+CALLS_COMPILED = "it calls compiled code, which can only run again in full"
 """Why it is broken where torch.compile has made some of the calls one."""
 _GRAD = getattr(Tensor.grad, "__get__")  # noqa: B009 (a descriptor, whatever its annotation says)
 

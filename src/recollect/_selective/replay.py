@@ -172,9 +172,10 @@ class Replay:
         if maker >= 0:
             what = f"the result of {self._program.calls[maker].place}, which is kept"
         message = (
-            f"region '{self._region}': {what} ({describe_tensor(value)}), was changed in place after forward used it, "
-            "so it cannot be recomputed from.\n"
-            "Use the out-of-place form of that operation, run backward first, or let the policy recompute this value."
+            f"region '{self._region}': {what} ({describe_tensor(value)}), was changed in place after forward used "
+            "it, so nothing can be recomputed from it.\n"
+            "Use the out-of-place form of that operation, run backward first, or let the policy recompute this "
+            "value."
         )
         raise ChangedInputError(message)
 

@@ -89,8 +89,8 @@ class Serving(Server):
         result, versions, position, is_copy = kept
         if position != self.count_made():
             message = (
-                f"region '{self._region}': {op} was kept after {position} saved tensors in forward, and is met after "
-                f"{self.count_made()} in recomputation."
+                f"region '{self._region}': {op} ran after {position} saved tensors in forward, where its result was "
+                f"kept, and after {self.count_made()} in recomputation."
             )
             raise Slipped(message)
         if versions != _versions(result):  # written into since: what it was is lost

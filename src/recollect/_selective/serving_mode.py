@@ -137,8 +137,8 @@ class ServingMode(OperatorMode, Server):
     def _slip(self, kept: KeptCall) -> NoReturn:
         assert self.count_made is not None
         message = (
-            f"region '{self._kept_calls.region}': {kept.label} was kept after {kept.position} saved tensors in "
-            f"forward, and is met after {self.count_made()} in recomputation."
+            f"region '{self._kept_calls.region}': {kept.label} ran after {kept.position} saved tensors in "
+            f"forward, where its result was kept, and after {self.count_made()} in recomputation."
         )
         raise Slipped(message)
 

@@ -106,5 +106,5 @@ def _describe_choice(rule: Policy, by_kind: list[Decisions]) -> str:
     text = f"Operators that ran there: {list_some(ran) or 'none'}"
     blocks = dict.fromkeys(line.what for decisions in by_kind for line in decisions.blocks.values())
     if blocks:
-        text += f"; those inside of {list_some(list(blocks))}, kept whole, were not looked at"
+        text += f"; those inside {list_some(list(blocks))}, kept whole, were not considered"
     return text

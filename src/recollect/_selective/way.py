@@ -195,7 +195,7 @@ class SelectiveWay(ServedWay):
         if not decisions.may_record:
             return False
         if self._knowledge.replays is False:
-            decisions.may_record, decisions.why_no_program = False, "the plan has it so"
+            decisions.may_record, decisions.why_no_program = False, "the plan says so"
             return False
         if not decisions.is_learned and self._knowledge.runs_units(frame.fn):
             decisions.may_record, decisions.why_no_program = (

@@ -292,7 +292,7 @@ def apply_activation_checkpointing(
 def _refuse_wrapped(model: nn.Module, wrap: Callable[..., Any]) -> None:
     for name, module in model.named_modules():
         if isinstance(wrap, type) and isinstance(module, wrap):
-            message = f"{name or 'the model itself'} is a {wrap.__name__} already; apply it to a model without them"
+            message = f"{name or 'the model itself'} is already a {wrap.__name__}; pass a model without such wrappers"
             raise AssertionError(message)  # noqa: TRY004 (torch's type)
 
 

@@ -88,7 +88,7 @@ class SharedRecomputation:
         if shared:
             message = (
                 f"pipeline stage {', '.join(shared)}: its two halves of backward already share their recomputation.\n"
-                "Call share_recomputation once for a stage, or remove() the first handle before."
+                "Call share_recomputation once for a stage, or call remove() on the first handle before."
             )
             raise ValueError(message)
         splits = [_SplitBackward(stage) for stage in stages]

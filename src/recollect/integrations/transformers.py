@@ -92,20 +92,20 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not found:
         message = (
-            f"enable expects a model of Transformers, and there is none in {type(model).__name__}; "
-            "for other models use recollect.apply(model)"
+            f"enable expects a Transformers model, and {type(model).__name__} neither is nor holds one; for other "
+            "models use recollect.apply(model)"
         )
         raise TypeError(message)
     by_hand = _list_given(rules=rules, policy=policy, every=every, first=first)
     for_budget = _list_given(inputs=inputs, optimizer=optimizer, tiers=tiers)
     if budget is None:
         if for_budget:
-            message = f"{', '.join(for_budget)}: only for budget=, which is missing"
+            message = f"{', '.join(for_budget)}: only used with budget=, which is missing"
             raise ValueError(message)
         _switch_off(found)
         return apply(model, rules, policy=policy, every=every, first=first)
     if by_hand:
-        message = f"budget={budget!r} finds out what to keep, so {', '.join(by_hand)} cannot be given with it"
+        message = f"budget={budget!r} decides what to keep, so it cannot be combined with {', '.join(by_hand)}"
         raise ValueError(message)
     if inputs is None:
         message = f"budget={budget!r} needs inputs=, a batch that the model is called with: sizes decide what fits"
@@ -136,7 +136,10 @@ def _switch_off(models: list[Any]) -> None:
     for model in models:
         if model.is_gradient_checkpointing:
             model.gradient_checkpointing_disable()
-            _log.info("%s: Transformers' own gradient checkpointing is turned off, ours is on", type(model).__name__)
+            _log.info(
+                "%s: Transformers' own gradient checkpointing is turned off, and recollect's is on",
+                type(model).__name__,
+            )
 
 
 class RecollectCallback(TrainerCallback):
@@ -212,11 +215,16 @@ def _unwrap(optimizer: Any) -> Any:
 def _find_batch(loader: Any) -> Mapping[str, Any]:
     """The largest of the first batches; training still begins with the first one, and with the same random numbers."""
     if loader is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
-        message = "budget= needs inputs=, a batch, where the training data is a stream: reading it would lose a batch"
+        message = (
+            "budget= needs inputs=, a batch: the training data is a stream, and reading from it would lose a batch"
+        )
         raise ValueError(message)
     # Accelerate's loaders count their epochs and talk to other processes; the one inside does neither.
     batch = find_largest(getattr(loader, "base_dataloader", loader))
     if not isinstance(batch, Mapping):
-        message = f"budget= needs inputs=, a batch by name: the training data gives {type(batch).__name__}"
+        message = (
+            "budget= needs inputs=, a batch as a mapping of names to tensors: the training data yields "
+            f"{type(batch).__name__}"
+        )
         raise TypeError(message)
     return batch

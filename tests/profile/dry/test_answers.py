@@ -70,7 +70,9 @@ def test_what_a_step_was_told_is_said_where_it_fails_afterwards() -> None:
     with pytest.raises(AssertionError, match="positive only") as error:
         recollect.profile(check, torch.ones(3, requires_grad=True), dry=True)
     [note] = error.value.__notes__
-    assert note.startswith("This may be for what a dry profile assumed; a real one (dry=False) knows:\n  what the step")
+    assert note.startswith(
+        "The cause may be what a dry profile has to assume; a real one (dry=False) assumes nothing:\n  what the step"
+    )
     assert "taken as False" in note
 
 

@@ -34,15 +34,13 @@ def test_devices_are_found_by_all_their_names(said: str, name: str | None) -> No
 
 
 def test_an_unknown_name_is_answered_with_the_known() -> None:
-    with pytest.raises(
-        ValueError, match=r"^no device 'abacus' is known; those known are B200, H200, H100, .*, cpu, and"
-    ):
+    with pytest.raises(ValueError, match=r"^unknown device 'abacus'; expected one of B200, H200, H100, .*, cpu, or"):
         find_device("abacus")
 
 
 def test_meta_is_no_device_to_estimate_for() -> None:
     with pytest.raises(
-        ValueError, match=r"^the model is on meta, which is not a device: pass the one to estimate for, as in dev"
+        ValueError, match=r"^the model is on the meta device: pass the device to estimate for, as in dev"
     ):
         find_device(torch.device("meta"))
 

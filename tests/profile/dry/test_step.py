@@ -143,7 +143,7 @@ def test_a_model_on_meta_runs_a_step_without_its_memory() -> None:
 
 
 def test_lazy_parameters_are_named_as_the_reason() -> None:
-    expected = r"^a lazy module has parameters without a shape yet: run it once on real"
+    expected = r"^a lazy module has parameters whose shapes are not known yet: before a dry"
     with pytest.raises(ValueError, match=expected), dry_step([nn.LazyLinear(4)], (), device=CPU):
         pass
 
@@ -186,8 +186,8 @@ def test_a_step_whose_memory_depends_on_its_data_is_told_so(
     said = str(caught.value)
     assert said.startswith(f"{op} in 1 (test_step.py:")
     assert said.endswith(
-        ") needs the values of a tensor, and in a dry profile tensors have none. What is read there (.item(), "
-        ".tolist(), a size) decides how much memory the step takes. Profile a real step: dry=False"
+        ") needs the values of a tensor, and in a dry profile tensors have no values. What is read there "
+        "(.item(), .tolist(), a size) decides how much memory the step takes. Profile a real step: dry=False"
     )
 
 
@@ -218,7 +218,7 @@ def test_a_tensor_that_the_step_brings_along_may_be_on_any_device() -> None:
 
 
 def test_a_tensor_on_another_device_is_told_to_be_given() -> None:
-    expected = r"said '.*two.* devices.*': the step uses a tensor on a device that it was neither given nor finds"
+    expected = r"said '.*two.* devices.*': the step uses a tensor that is neither an input nor in a module"
     with pytest.raises(ValueError, match=expected), dry_step([], torch.ones(2), device=CPU) as dry:
         dry.values + torch.ones(2, device="cuda")
 

@@ -141,7 +141,10 @@ def test_attention_by_a_kernel_that_the_user_chose() -> None:
     ):
         with sdpa_kernel(backend):
             assert kernel_of(attend(is_causal=True)) == kernel
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError, match=r"^no kernel that is enabled"):
+    with (
+        sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+        pytest.raises(RuntimeError, match=r"^none of the enabled kernels"),
+    ):
         attend(head=36)
 
 
@@ -366,7 +369,7 @@ def test_cuda_in_the_users_code_means_the_fake_tensors() -> None:
 def test_what_is_copied_to_the_host_is_noted() -> None:
     with dry_step([], torch.ones(4), device=H200) as dry:
         assert dry.values.cpu().shape == dry.values.to("cpu").shape == (4,)
-    assert "what the step copies to the host counts on the device, as long as it is there" in dry.notes
+    assert "what the step copies to the host is counted on the device for as long as it is alive" in dry.notes
 
 
 def test_a_device_context_around_changes_nothing() -> None:

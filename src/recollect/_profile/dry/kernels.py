@@ -93,8 +93,8 @@ class Attention:
                     return kernel
         if not torch.backends.cuda.math_sdp_enabled():
             message = (
-                "no kernel that is enabled (torch.nn.attention.sdpa_kernel) can run scaled_dot_product_attention on "
-                f"query {query.dtype} {tuple(query.shape)} on {self._device.name}"
+                "none of the enabled kernels (torch.nn.attention.sdpa_kernel) can run scaled_dot_product_attention "
+                f"on query {query.dtype} {tuple(query.shape)} on {self._device.name}"
             )
             raise RuntimeError(message)
         return "math"

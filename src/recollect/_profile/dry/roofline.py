@@ -147,11 +147,11 @@ def find_device(name: str | torch.device) -> Device:
     ('NVIDIA H200', 'H200', False)
     >>> find_device("abacus")
     Traceback (most recent call last):
-    ValueError: no device 'abacus' is known; those known are B200, H200, H100, H100 PCIe, A100, A100 40GB, ...
+    ValueError: unknown device 'abacus'; expected one of B200, H200, H100, H100 PCIe, A100, A100 40GB, ...
     """
     wanted = str(name)
     if wanted == "meta":
-        message = "the model is on meta, which is not a device: pass the one to estimate for, as in device='H200'"
+        message = "the model is on the meta device: pass the device to estimate for, as in device='H200'"
         raise ValueError(message)
     if re.fullmatch(r"cuda(:\d+)?", wanted):
         if not torch.cuda.is_available():
@@ -166,7 +166,7 @@ def find_device(name: str | torch.device) -> Device:
     if inside:
         return inside[0]
     known = ", ".join(device.short for device in DEVICES)
-    message = f"no device {wanted!r} is known; those known are {known}, and torch's own 'cuda'"
+    message = f"unknown device {wanted!r}; expected one of {known}, or torch's own 'cuda'"
     raise ValueError(message)
 
 

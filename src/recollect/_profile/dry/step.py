@@ -204,16 +204,17 @@ def _explained(modules: Iterable[nn.Module], answers: Sequence[str]) -> Generato
     except DATA_ERRORS as error:
         what = operator_in(error)
         message = (
-            f"{what} {_locate(error, modules)}needs the values of a tensor, and in a dry profile tensors have none. "
-            "What is read there (.item(), .tolist(), a size) decides how much memory the step takes. Profile a real "
-            "step: dry=False"
+            f"{what} {_locate(error, modules)}needs the values of a tensor, and in a dry profile tensors have no "
+            "values. What is read there (.item(), .tolist(), a size) decides how much memory the step takes. "
+            "Profile a real step: dry=False"
         )
         raise ValueError(message) from error
     except UNKNOWN_ERRORS as error:
         what = operator_in(error) or str(error)
         message = (
             f"{what} {_locate(error, modules)}does not support fake tensors, so a dry profile cannot know what it "
-            "gives. Register one (torch.library.register_fake), or profile a real step: dry=False"
+            "returns. Register a fake implementation (torch.library.register_fake), or profile a real step: "
+            "dry=False"
         )
         raise ValueError(message) from error
     except RuntimeError as error:
@@ -221,8 +222,9 @@ def _explained(modules: Iterable[nn.Module], answers: Sequence[str]) -> Generato
             raise
         if any(said in str(error) for said in _DEVICES_DIFFER):
             message = (
-                f"{_locate(error, modules)}said '{_first_line(error)}': the step uses a tensor on a device that it was "
-                "neither given nor finds in a module. Give it as an input, or profile a real step: dry=False"
+                f"{_locate(error, modules)}said '{_first_line(error)}': the step uses a tensor that is neither an "
+                "input nor in a module, and is on another device. Pass it as an input, or profile a real step: "
+                "dry=False"
             )
             raise ValueError(message) from error
         why = "tensors have no values" if "numpy" in str(error) else "modules cannot be converted"
@@ -241,7 +243,9 @@ def _noted(answers: Sequence[str]) -> Generator[None]:
     except Exception as error:
         if answers and not isinstance(error, (*DATA_ERRORS, *UNKNOWN_ERRORS)):
             said = "".join(f"\n  {answer}" for answer in answers[-_MOST_ANSWERS:])
-            error.add_note(f"This may be for what a dry profile assumed; a real one (dry=False) knows:{said}")
+            error.add_note(
+                f"The cause may be what a dry profile has to assume; a real one (dry=False) assumes nothing:{said}"
+            )
         raise
 
 

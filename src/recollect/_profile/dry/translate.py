@@ -196,7 +196,7 @@ class _Devices(TorchFunctionMode):
         if func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.cpu or (func is Tensor.to and args[1:2] == ("cpu",)):
-            self._note("what the step copies to the host counts on the device, as long as it is there")
+            self._note("what the step copies to the host is counted on the device for as long as it is alive")
         if func is Tensor.to and len(args) > 1 and not isinstance(args[1], (Tensor, torch.dtype)):
             args = (args[0], _on_cpu(args[1]), *args[2:])
         return func(*args, **kwargs)

@@ -215,8 +215,9 @@ def before_forward(
         return None
     if transforms_active():
         message = (
-            f"region '{name_of(module)}': composable checkpoint works by hooks, which cannot hand the module to a "
-            "torch.func transform.\nInside transforms use recollect.compat.checkpoint or checkpoint_wrapper, or set "
+            f"region '{name_of(module)}': composable checkpoint works through hooks, which cannot hand the module "
+            "to a torch.func transform.\n"
+            "Inside transforms use recollect.compat.checkpoint or checkpoint_wrapper, or set "
             "checkpoint.state(module).enable_hook = False for plain calls."
         )
         raise TransformError(message)

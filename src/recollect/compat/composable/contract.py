@@ -164,7 +164,7 @@ def _tables_of(module: nn.Module) -> tuple[dict[str, object], dict[str, Registry
     for name in (_STATES, _REGISTRY):
         table = vars(module).get(name, {})
         if not isinstance(table, dict):
-            message = f"{type(module).__name__}.{name} is not what composable APIs store there, but {table!r}"
+            message = f"{type(module).__name__}.{name} should hold the registry of composable APIs, and holds {table!r}"
             raise AssertionError(message)  # noqa: TRY004 (torch's type)
         found.append(table)
     return found[0], found[1]
@@ -192,7 +192,7 @@ def _check_names(
     api: str, roots: list[nn.Module], before: list[dict[str, list[str]]], updated: list[nn.Module]
 ) -> None:
     if len(updated) != len(roots):
-        message = f"{api} was given {len(roots)} modules and returned {len(updated)}; expected as many"
+        message = f"{api} was given {len(roots)} modules and returned {len(updated)}; expected the same number"
         raise AssertionError(message)
     for root, names, module in zip(roots, before, updated, strict=True):
         after = _names_of(module)
