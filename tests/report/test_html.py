@@ -636,7 +636,7 @@ def test_a_comparison_says_what_changed_by_category_and_by_module(page: Page) ->
     modules = page.column("#comparison-modules tbody tr td:first-child")
     assert "layers.*.mlp.act" in modules
     assert "embed" not in modules
-    assert "since before" in page.text("#facts")
+    assert "compared with before" in page.text("#facts")
 
 
 def test_a_comparison_warns_where_times_are_not_of_one_kind(page: Page) -> None:

@@ -102,7 +102,7 @@ def test_sliding_the_budget_shows_another_plan_everywhere(page: Page) -> None:
     assert page.text("#budget-text").startswith("5.0")
     assert "30.0% longer" in page.text("#fit")
     assert "4.00 MiB" in page.text("#facts")
-    assert page.text("#regions-lead") == "2 modules become regions; all else runs as it is."
+    assert page.text("#regions-lead") == "2 modules become regions; everything else runs as before."
     assert page.column("#regions-view td.module") == ["layers.0-1"]
     assert page.one("#timeline-view .curve.after").get_attribute("d") != before
     assert "4.00 MiB, 1.30 s" in page.text("#frontier-view")
@@ -115,7 +115,7 @@ def test_a_budget_of_the_plain_step_recomputes_nothing(page: Page) -> None:
     page.open_text(text_of())
     slide(page, 9 * MIB)
     assert "takes no longer than the plain one" in page.text("#fit")
-    assert page.text("#regions-lead") == "Nothing: the step runs as it is."
+    assert page.text("#regions-lead") == "Nothing: the step runs as before."
 
 
 def test_keys_slide_the_budget_and_say_it(page: Page) -> None:

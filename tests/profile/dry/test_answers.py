@@ -17,25 +17,25 @@ CPU = find_device("cpu")
 MASK = torch.tensor([True, False, True])
 
 ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
-    "a float": (lambda x: x.sum().item(), 1.0, "a number that is read"),
-    "floats": (lambda x: x[0].tolist(), [1.0] * 4, "a number that is read"),
-    "a condition": (lambda x: 1 if x.sum() > 0 else 2, 2, "what the step decides by"),
-    "a check": (lambda x: bool((x > 0).all()), True, "whether all are"),
-    "an alarm": (lambda x: bool((x > 0).any()), False, "what the step decides by"),
+    "a float": (lambda x: x.sum().item(), 1.0, "a number"),
+    "floats": (lambda x: x[0].tolist(), [1.0] * 4, "a number"),
+    "a condition": (lambda x: 1 if x.sum() > 0 else 2, 2, "a condition"),
+    "a check": (lambda x: bool((x > 0).all()), True, "a check with all()"),
+    "an alarm": (lambda x: bool((x > 0).any()), False, "a condition"),
     "a distribution": (
         lambda x: torch.distributions.Normal(x, x.exp(), validate_args=True).mean.shape,
         (3, 4),
-        "whether all are",
+        "a check with all()",
     ),  # Dynamo turns the check off where it was used
-    "equality": (lambda x: torch.equal(x, x + 1), False, "whether two tensors are equal"),
-    "NaN": (lambda x: bool(x.isnan().sum() == 0), True, "whether values are NaN"),
-    "infinity": (lambda x: bool(torch.isfinite(x).all()), True, "whether values are NaN"),
+    "equality": (lambda x: torch.equal(x, x + 1), False, "a comparison of two tensors"),
+    "NaN": (lambda x: bool(x.isnan().sum() == 0), True, "a test for NaN"),
+    "infinity": (lambda x: bool(torch.isfinite(x).all()), True, "a test for NaN"),
     "a mask as index": (lambda x: x[x > 0].shape, (12,), "a mask"),
     "a mask of rows as index": (lambda x: x[x[:, 0] > 0].shape, (3, 4), "a mask"),
     "where": (lambda x: [part.shape for part in torch.where(x > 0)], [(12,), (12,)], "a mask"),
     "masked_select": (lambda x: x.masked_select(x > 0).shape, (12,), "a mask"),
-    "unique": (lambda x: x.unique().shape, (12,), "what unique looks at"),
-    "bincount": (lambda x: x[0].long().bincount(minlength=5).shape, (5,), "what bincount counts"),
+    "unique": (lambda x: x.unique().shape, (12,), "the input of unique"),
+    "bincount": (lambda x: x[0].long().bincount(minlength=5).shape, (5,), "the input of bincount"),
     "targets of ctc_loss": (
         lambda x: (
             functional.ctc_loss(
@@ -43,11 +43,11 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
             ).shape
         ),
         (1,),
-        "how long the longest target of ctc_loss is",
+        "the length of ctc_loss's longest target",
     ),
-    "how often a mask is true": (lambda x: (x > 0).sum(1).tolist(), [4] * 3, "how often a mask is true"),
-    "an array": (lambda x: np.asarray(x[0]).tolist(), [1.0] * 4, "a number that is read"),
-    "an index": (lambda x: x[0].topk(1).indices[0].item(), 0, "an index that is read"),
+    "how often a mask is true": (lambda x: (x > 0).sum(1).tolist(), [4] * 3, "the count of a mask"),
+    "an array": (lambda x: np.asarray(x[0]).tolist(), [1.0] * 4, "a number"),
+    "an index": (lambda x: x[0].topk(1).indices[0].item(), 0, "an index"),
 }
 
 
@@ -71,7 +71,7 @@ def test_what_a_step_was_told_is_said_where_it_fails_afterwards() -> None:
         recollect.profile(check, torch.ones(3, requires_grad=True), dry=True)
     [note] = error.value.__notes__
     assert note.startswith(
-        "The cause may be what a dry profile has to assume; a real one (dry=False) assumes nothing:\n  what the step"
+        "The cause may be what a dry profile has to assume; a real one (dry=False) assumes nothing:\n  a condition at "
     )
     assert "taken as False" in note
 
@@ -87,7 +87,7 @@ def test_an_expert_chosen_by_number_gets_as_many_tokens_as_on_average() -> None:
         assert not bool((dry.values > 2).any())
         assert dry.values[dry.values.argmax(dim=-1) == 1].shape == (1, 8)
         assert any("true in 12.5%, as often as it is on average" in note for note in dry.notes)
-        assert any("whether any is" in note for note in dry.notes)
+        assert any("a check with any()" in note for note in dry.notes)
 
 
 def test_a_one_hot_mask_is_true_as_often_as_it_is_on_average() -> None:

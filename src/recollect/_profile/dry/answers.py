@@ -96,7 +96,7 @@ class Answers(DispatchMode):
         result = func(*args, **kwargs)
         self._known.note_made(func, args, kwargs, result)
         if name in _UNUSUAL or _asks_if_usual(name, args):
-            self._say("whether values are NaN or infinite", "no")
+            self._say("a test for NaN or infinity", "no")
             with without_dispatch_modes():
                 note_known(result, torch.full(result.shape, name not in _UNUSUAL))
         self._remember(name, args, result)
@@ -105,9 +105,9 @@ class Answers(DispatchMode):
     def _remember(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """What a result is, for when it is read: a check, a count, an index, a mask that is seldom true, a range."""
         if name.startswith(_CHECKS):
-            self._checks[result.untyped_storage()] = "whether all are"
+            self._checks[result.untyped_storage()] = "a check with all()"
         elif name.startswith("aten.any.") and args[0].untyped_storage() in self._densities:
-            self._checks[result.untyped_storage()] = "whether any is"  # each expert has tokens
+            self._checks[result.untyped_storage()] = "a check with any()"  # each expert has tokens
         elif name.startswith("aten.sum.") and is_fake(args[0]):
             if _is_mask(args[0]) or args[0].untyped_storage() in self._densities:
                 each = args[0].numel() / max(result.numel(), 1)
@@ -147,22 +147,22 @@ class Answers(DispatchMode):
     def _read(self, tensor: Tensor) -> Any:
         if tensor.dtype is torch.bool:
             check = self._checks.get(tensor.untyped_storage())
-            self._say(check or "what the step decides by", str(check is not None))
+            self._say(check or "a condition", str(check is not None))
             return check is not None
         if tensor.is_floating_point():
-            self._say("a number that is read", "1.0")
+            self._say("a number", "1.0")
             return 1.0
         if tensor.untyped_storage() in self._indices:
-            self._say("an index that is read", "0")
+            self._say("an index", "0")
             return 0
         if (count := self._counts.get(tensor.untyped_storage())) is not None:
-            self._say("how often a mask is true", str(count))
+            self._say("the count of a mask", str(count))
             return count
         return NotImplemented
 
     def _compare(self, one: Tensor, other: Tensor) -> Any:
         if one.shape == other.shape:
-            self._say("whether two tensors are equal", "False")
+            self._say("a comparison of two tensors", "False")
         return False
 
     # Places
@@ -194,7 +194,7 @@ class Answers(DispatchMode):
         if known is not None:
             return known
         density = self._density(mask)
-        answer = "true everywhere" if density == 1 else f"true in {density:.1%}, as often as it is on average"
+        answer = "true everywhere" if density == 1 else f"true in {density:.1%}, as often as on average"
         self._say("a mask", answer)
         return math.ceil(mask.numel() * density)
 
@@ -224,12 +224,12 @@ class Answers(DispatchMode):
     def _count(self, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
         if not minlength:
             return NotImplemented
-        self._say("what bincount counts", f"numbers below its minlength, {minlength}")
+        self._say("the input of bincount", f"numbers below its minlength, {minlength}")
         return torch.empty(minlength, dtype=torch.long if weights is None else torch.float64)
 
     def _distinguish(self, tensor: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
         del options
-        self._say("what unique looks at", "all different")
+        self._say("the input of unique", "all different")
         count = tensor.numel()
         inverse = torch.empty(tensor.shape, dtype=torch.long)
         return torch.empty(count, dtype=tensor.dtype), inverse, torch.empty(count, dtype=torch.long)
@@ -245,7 +245,7 @@ class Answers(DispatchMode):
             if longest is None:
                 is_padded = targets.dim() == _MATRIX
                 longest = targets.shape[1] if is_padded else math.ceil(targets.numel() / max(examples, 1))
-                self._say("how long the longest target of ctc_loss is", str(longest))
+                self._say("the length of ctc_loss's longest target", str(longest))
         else:
             longest = max(target_lengths, default=0)
         kept = log_probs.new_empty(examples, log_probs.shape[0], 2 * longest + 1)

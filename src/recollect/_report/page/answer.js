@@ -64,7 +64,7 @@ function changeSince(now, then, format) {
   const difference = now - then;
   const sign = difference < 0 ? "\u2212" : "+";
   const share = then ? ` (${sign}${formatShare(Math.abs(difference), then)})` : "";
-  const text = difference ? `${sign}${format(Math.abs(difference))}${share} since before` : "the same as before";
+  const text = difference ? `${sign}${format(Math.abs(difference))}${share} compared with before` : "the same as before";
   return make("span", { class: `change ${changeOf(difference)}` }, text);
 }
 

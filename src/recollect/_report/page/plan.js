@@ -110,8 +110,8 @@ function showFacts({ peak_bytes: peak, step_s: seconds }, isAsked) {
 function showRegions(rows, levers) {
   const count = rows.reduce((sum, row) => sum + row.count, 0);
   const regions = count
-    ? `${count === 1 ? "1 module becomes a region" : `${formatCount(count)} modules become regions`}; all else runs as it is.`
-    : "Nothing: the step runs as it is.";
+    ? `${count === 1 ? "1 module becomes a region" : `${formatCount(count)} modules become regions`}; everything else runs as before.`
+    : "Nothing: the step runs as before.";
   byId("regions-lead").textContent = levers.length ? `Levers: ${levers.join("; ")}. ${count ? regions : ""}` : regions;
   byId("regions-view").replaceChildren();
   if (!rows.length) return;
@@ -157,7 +157,7 @@ function showSections() {
   const titles = { frontier: "Budgets", timeline: "Timeline", regions: "Regions", why: "Notes" };
   const links = Object.entries(titles).filter(([id]) => !byId(id).hidden);
   byId("sections").append(...links.map(([id, title]) => make("a", { href: `#${id}` }, title)));
-  byId("colophon").textContent = `Written by recollect${data.torch ? ` from a step in torch ${data.torch}` : ""}. This file is complete: it loads nothing.`;
+  byId("colophon").textContent = `Written by recollect${data.torch ? ` from a step in torch ${data.torch}` : ""}. This file is self-contained: it loads nothing.`;
 }
 
 showHead();

@@ -144,7 +144,7 @@ function showSections() {
   const links = Object.entries(titles).filter(([id]) => !byId(id).hidden);
   byId("sections").append(...links.map(([id, title]) => make("a", { href: `#${id}` }, title)));
   const torch = step.torch ? ` from a step in torch ${step.torch}` : "";
-  byId("colophon").textContent = `Written by recollect${torch}. This file is complete: it loads nothing.`;
+  byId("colophon").textContent = `Written by recollect${torch}. This file is self-contained: it loads nothing.`;
 }
 
 showHead();

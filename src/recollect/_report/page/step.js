@@ -59,7 +59,7 @@ class Step {
       if (workspace) rows.push({ at: -1, bytes: workspace, what: "workspace of this call" });
     }
     if (this.fixed_bytes && !hidden.has(this.library)) {
-      rows.push({ at: -2, bytes: this.fixed_bytes, what: "held by libraries all the time" });
+      rows.push({ at: -2, bytes: this.fixed_bytes, what: "always held by libraries" });
     }
     const found = this.fold(
       rows.map(({ at, bytes, what }) => ({

@@ -101,7 +101,7 @@ class TreeMap {
 
   makeKey() {
     const entries = [...this.tints].map(([kind, tint]) =>
-      make("li", {}, make("span", { class: `swatch t${tint}` }), kind ? makeName(kind) : "class not known"),
+      make("li", {}, make("span", { class: `swatch t${tint}` }), kind ? makeName(kind) : "class unknown"),
     );
     return make("ul", { class: "key", "aria-label": "Classes of modules" }, ...entries);
   }
