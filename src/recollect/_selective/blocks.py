@@ -7,9 +7,10 @@ and its result is kept. Recomputation is given the result and does not enter the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import Token
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from recollect._selective.recording import Recording
 Block = tuple[str, str]
 """What kind of block it is, and its path or name."""
 
+M = TypeVar("M", bound=AbstractContextManager[Any])
+
 _ONE = [True]
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
@@ -47,13 +50,13 @@ class Wanted:
         self.seen += [calls_of_function(function) for function in functions]
 
 
-class Side:
-    """What forward and recomputation have in common: the watcher of one run of the function."""
+class Side(Generic[M]):
+    """What forward and recomputation have in common: the watcher of one run of the function, and its mode, if any."""
 
-    __slots__ = ("_counter", "_is_inside", "_tokens", "_wanted", "kept_calls")
+    __slots__ = ("_counter", "_is_inside", "_tokens", "_wanted", "kept_calls", "mode")
 
-    def __init__(self, kept_calls: KeptCalls, wanted: Wanted) -> None:
-        self.kept_calls, self._wanted = kept_calls, wanted
+    def __init__(self, kept_calls: KeptCalls, wanted: Wanted, mode: M | None) -> None:
+        self.kept_calls, self._wanted, self.mode = kept_calls, wanted, mode
         self._counter = Counter()
         self._is_inside = False
         self._tokens: list[Token[Watcher | None]] = []
@@ -62,13 +65,19 @@ class Side:
         self._counter = Counter()
         begin_seeing(self._wanted.seen)
         self._tokens.append(watcher.set(own))
+        if self.mode is not None:
+            self.mode.__enter__()
 
-    def _end(self) -> None:
-        watcher.reset(self._tokens.pop())
-        end_seeing(self._wanted.seen)
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self.mode is not None:
+                self.mode.__exit__(kind, error, trace)
+        finally:
+            watcher.reset(self._tokens.pop())
+            end_seeing(self._wanted.seen)
 
 
-class Forward(Side):
+class Forward(Side[KeepingMode]):
     """Around forward: runs blocks, keeps their results, and lets the mode see the operators outside of them."""
 
     __slots__ = (
@@ -79,7 +88,6 @@ class Forward(Side):
         "_is_plain",
         "_modules",
         "_reads_states",
-        "mode",
         "recorder",
         "scopes",
     )
@@ -96,8 +104,8 @@ class Forward(Side):
         generators: Sequence[Source] = (),
         modules: ModuleState | None = None,
     ) -> None:
-        super().__init__(kept_calls, wanted)
-        self._decisions, self.mode, self.recorder, self.scopes = decisions, mode, recorder, scopes
+        super().__init__(kept_calls, wanted, mode)
+        self._decisions, self.recorder, self.scopes = decisions, recorder, scopes
         # Read before the region's own hooks are in force: what is kept is a saved tensor of whoever is around.
         self._around = top_hooks(True)  # noqa: FBT003
         self._reads_states = decisions.draws is not False
@@ -115,8 +123,6 @@ class Forward(Side):
             and not self._decisions.has_backward
         )
         self._begin(self)
-        if self.mode is not None:
-            self.mode.__enter__()
         if self.recorder is not None:
             self.recorder.__enter__()
         return self
@@ -127,10 +133,8 @@ class Forward(Side):
         try:
             if self.recorder is not None:
                 self.recorder.__exit__(kind, error, trace)
-            if self.mode is not None:
-                self.mode.__exit__(kind, error, trace)
         finally:
-            self._end()
+            self._end(kind, error, trace)
             self._hooks = None  # which lead to the frame
         if error is None:
             if self.mode is not None:

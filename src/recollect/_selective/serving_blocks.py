@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from recollect._recompute.way import Pack
 
 
-class Again(Side, Server):
+class Again(Side[ServingMode | ChoiceMode], Server):
     """Around recomputation: gives the results of blocks and operators that forward kept."""
 
-    __slots__ = ("_decisions", "has_served", "knows_states", "mode")
+    __slots__ = ("_decisions", "has_served", "knows_states")
 
     def __init__(
         self, kept_calls: KeptCalls, wanted: Wanted, decisions: Decisions, *, mode: ServingMode | ChoiceMode | None
     ) -> None:
-        super().__init__(kept_calls, wanted)
-        self._decisions, self.mode = decisions, mode
+        super().__init__(kept_calls, wanted, mode)
+        self._decisions = decisions
         self.knows_states = True
         self.has_served = False
 
@@ -59,18 +59,14 @@ class Again(Side, Server):
         if self.mode is None:
             self.kept_calls.unpack()
         self._begin(self)
-        if self.mode is not None:
-            self.mode.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.mode is not None:
-                self.mode.__exit__(kind, error, trace)
+            self._end(kind, error, trace)
         finally:
-            self._end()
             self.kept_calls.let_go()
         if (
             self.kept_calls.calls
