@@ -8,6 +8,7 @@ docs/design/models.md.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -109,6 +110,13 @@ class InstanceForward(ABC):
         module = self._owner()
         own: Callable[..., Any] = forward_of(type(module)).__get__(module, type(module))
         return own
+
+    def _own_in_graph(self) -> Any:
+        """What it stands for, as Dynamo can trace it: it binds no methods."""
+        if self._covered is not None:
+            return self._covered
+        module: Any = self._module()
+        return type(module).forward if self._is_static else functools.partial(type(module).forward, module)
 
     def __getattr__(self, name: str) -> Any:
         if name in _PASSED_ON:

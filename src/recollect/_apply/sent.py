@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Self
 
 from torch import nn
@@ -41,10 +40,7 @@ class SentForward(InstanceForward):
         """What Dynamo traces: a part of the graph whose values the partitioner is told to offload."""
         from recollect._apply.in_graph import call_in_graph
 
-        module: Any = self._module()
-        own: Any = self._covered
-        if own is None:
-            own = type(module).forward if self._is_static else functools.partial(type(module).forward, module)
+        own = self._own_in_graph()
         if self.is_removed or isinstance(self.away, Staying):
             return own(*args, **kwargs)
         return call_in_graph(self, own, offload_all, args, kwargs)

@@ -6,7 +6,6 @@ once, and torch.compile traces it as it traces any ``forward``. See docs/design/
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Self
 
 from torch import nn
@@ -41,16 +40,14 @@ class StandIn(InstanceForward):
         return self._call_in_graph(args, kwargs) if is_dynamo_compiling() else self._call(args, kwargs)
 
     def _call_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What Dynamo traces: it binds no methods."""
+        """What Dynamo traces."""
         from recollect._apply.in_graph import call_in_graph
 
-        module: Any = self._module()
-        own: Any = self._covered
-        if own is None:
-            own = type(module).forward if self._is_static else functools.partial(type(module).forward, module)
+        own = self._own_in_graph()
         if self.is_removed:
             return own(*args, **kwargs)
         if self._caches:
+            module: Any = self._module()
             args, kwargs = without_cache(module, self._caches, args, kwargs)
         choices = self.choices
         return call_in_graph(self, own, choices.policy, args, kwargs, self.contexts, choices.elsewhere, self.sends)
