@@ -25,8 +25,8 @@ def test_findings_as_json_are_alone_on_standard_output(invoke: Invoke) -> None:
     found = json.loads(done.out)
     assert (found["recollect"], found["version"], found["torch"]) == ("doctor", 1, torch.__version__)
     states = {check["name"]: check["state"] for check in found["checks"]}
-    assert {"Python", "torch", "seam to torch", "torch.compile", "host memory", "pinned memory"} <= set(states)
-    assert (states["torch"], states["seam to torch"]) == ("ok", "ok")
+    assert {"Python", "torch", "torch internals", "torch.compile", "host memory", "pinned memory"} <= set(states)
+    assert (states["torch"], states["torch internals"]) == ("ok", "ok")
     assert {"inside host memory", "to disk", "from disk"} <= {link["name"] for link in found["links"]}
     assert all(link["bytes_per_s"] > 0 for link in found["links"])
     assert len(found["devices"]) == (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)

@@ -123,8 +123,8 @@ def checkpoint(
     """
     if misplaced:
         message = (
-            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} besides the "
-            "function: pass them to the function that it returns.\n"
+            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} besides the function: "
+            "arguments go to the function that it returns.\n"
             "Write recollect.checkpoint(fn)(*args), or use recollect.compat.checkpoint(fn, *args, "
             "use_reentrant=False)."
         )

@@ -27,7 +27,7 @@ _MOST_TRIED_BYTES = 4 * 2**30
 
 
 class State(enum.Enum):
-    """What a check found. ABSENT is no fault: the machine does without."""
+    """What a check found. ABSENT is not a fault: the machine does without it."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -117,9 +117,9 @@ def check_seam() -> Iterator[Check]:
             failures.append(f"{name}: {type(error).__name__}: {error}")
     if failures:
         advice = f"install torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, or report this"
-        yield Check(name="seam to torch", state=State.BROKEN, found="\n".join(failures), advice=advice)
+        yield Check(name="torch internals", state=State.BROKEN, found="\n".join(failures), advice=advice)
     else:
-        yield Check(name="seam to torch", state=State.OK, found=f"all {len(names)} modules import")
+        yield Check(name="torch internals", state=State.OK, found=f"all {len(names)} modules import")
 
 
 def list_devices() -> list[Device]:

@@ -1,4 +1,4 @@
-"""How commands end: their exit codes, and what is quiet because the user meant it."""
+"""How commands end: their exit codes, and endings that are not errors, such as an interrupt or a closed pipe."""
 
 import contextlib
 import functools

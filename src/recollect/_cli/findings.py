@@ -60,7 +60,7 @@ def print_findings(findings: Findings) -> None:
     console.print(table)
     speeds = Table(title="link speeds, measured", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     speeds.add_column("from and to", no_wrap=True)
-    speeds.add_column("bytes per second", justify="right", no_wrap=True)
+    speeds.add_column("speed", justify="right", no_wrap=True)
     for link in findings.links:
         speeds.add_row(link.name, format_bytes(round(link.bytes_per_s)) + "/s")
     console.print(speeds)

@@ -98,7 +98,7 @@ def explain_failure(work: Callable[[], T]) -> T:
 
 
 def check_budget(budget: str, tiers: str | None) -> None:
-    """Refuse what is no budget, and no tier, before the work is done.
+    """Refuse what is not a budget or not a tier, before any work is done.
 
     Raises:
         typer.Exit: said on standard error.

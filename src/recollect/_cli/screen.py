@@ -49,7 +49,7 @@ def fail(message: str, *, code: int = WRONG_USAGE) -> NoReturn:
 def show_progress(what: str, *, quiet: bool = False) -> Generator[ShowProgress, None, None]:
     """Show on standard error how far something is, once it has taken a second. It is gone at the end.
 
-    Shows nothing where standard error is no terminal.
+    Shows nothing where standard error is not a terminal.
 
     Args:
         what: that is done, as the bar says it.

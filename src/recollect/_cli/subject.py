@@ -1,4 +1,4 @@
-"""What there is to profile, as the function that the user names gives it."""
+"""What to profile: the model, inputs and options that the user's function returns."""
 
 import inspect
 import reprlib
@@ -41,7 +41,7 @@ def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject
     them. Another callable runs a step. With anything else the function itself was a step, and is to run once more.
 
     Raises:
-        typer.Exit: a mapping has keys that mean nothing, or lacks a model; or a step is no function, or does not run
+        typer.Exit: a mapping has keys that mean nothing, or lacks a model; or a step is not a function, or does not run
             when it is called; said on standard error.
 
     >>> def make():

@@ -74,7 +74,7 @@ def describe_forecast(forecast: Forecast) -> list[str]:
     time = f"step {_format_s(forecast.step_s)}, {forecast.overhead:+.1%} over the plain step's "
     time += _format_s(forecast.plain_step_s)
     if forecast.lower_bound_s is not None and forecast.gap is not None:
-        time += f"; no recomputation can take less than {_format_s(forecast.lower_bound_s)}, {forecast.gap:.1%} below"
+        time += f"; any recomputation takes at least {_format_s(forecast.lower_bound_s)}, {forecast.gap:.1%} less"
     lines.append(time)
     if forecast.allowance_bytes:
         lines.append(
