@@ -1,13 +1,13 @@
-"""Which modules of a model are its repeated blocks, for those who give no names.
+"""Which modules of a model are its repeated blocks, where the user names none.
 
-Blocks are what a ModuleList or Sequential holds several of, of one class, each more than a single layer of torch. The
-outermost such are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves, each of
-other sizes than most (as in Swin), each a list of many (as in DenseNet), or each little more than a list (as in
-Stable Diffusion XL's U-Net), are passed through to the blocks. A stage beside those that repeat something counts
-with all its blocks (as the first of EfficientNet). Norms are not blocks, and where there are blocks of several
-products, those of a single one (projections, transitions) are left out: recomputing them frees little, unless the
-model's author marked them for it. Where no list repeats anything, lists of one block are
-taken, or else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
+Blocks are modules of one class, several of which are in a ModuleList or Sequential, and each more than a single layer
+of torch. The outermost ones are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves
+are not blocks, whether most differ in size (as in Swin), each is a list of many (as in DenseNet), or each is little
+more than a list (as in Stable Diffusion XL's U-Net): the blocks inside them are taken. A stage next to stages that
+repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks. Where some blocks hold
+several products, those with a single one (projections, transitions) are left out, because recomputing them frees
+little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are taken, or
+else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _search(
     known: Collection[type[nn.Module]] = (),
     around: frozenset[nn.Module] = frozenset(),
 ) -> list[nn.Module]:
-    """The outermost blocks under parents of these classes; a single one of a class known for blocks is no stage."""
+    """The outermost blocks under parents of these classes; a single one of a class known for blocks is not a stage."""
     found: dict[nn.Module, None] = {}
     seen = set(around)
     stack = [model]
@@ -162,7 +162,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
-    """Whether no two of them have the same sizes, while all hold blocks of which some do; or each lists many.
+    """Whether no two of them have the same sizes, while all hold blocks and some of those do; or each lists many.
 
     Of four or more that each list several, two may have: in the decoder of Stable Diffusion's autoencoder two stages of
     four do. The first block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the
@@ -206,7 +206,7 @@ def _is_list_of_blocks(module: nn.Module, held: list[nn.Module]) -> bool:
 
 
 def _by_name(block: nn.Module, held: list[nn.Module]) -> list[list[nn.Module]]:
-    """Those of one name, numbers aside: the third of one list and the third of another are no repetition."""
+    """Those of one name, numbers aside: the third of one list and the third of another do not repeat."""
     groups: dict[str, list[nn.Module]] = {}
     for name, module in block.named_modules():
         if module in held:

@@ -1,8 +1,8 @@
-"""Caches of keys and values, which models of Transformers fill by default: not while they train.
+"""Key/value caches, which Transformers models fill by default: regions turn them off in training.
 
-A cache serves generation. In training nobody reads it, and it holds all keys and values of a step that a region is
-there to forget; run again, the region would add them a second time. Transformers is looked up among the loaded modules
-and never imported: whoever has a model of it has loaded it.
+A cache is for generation. In training nobody reads it, and it holds all the keys and values that regions are meant to
+forget; when a region runs again, it would add them a second time. Transformers is looked up among the loaded modules
+and never imported: whoever has one of its models has loaded it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def check_free(chosen: Chosen, targets: list[Target]) -> None:
     """Refuse what cannot be done.
 
     Raises:
-        ValueError: a module can be no region, or cannot be kept by one.
+        ValueError: a module cannot be a region, or cannot be kept by one.
     """
     for target in regions_in(chosen):
         why = target.refusal

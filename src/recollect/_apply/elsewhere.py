@@ -1,4 +1,4 @@
-"""Regions whose holdings live elsewhere: their arguments, and what their policy offloads, wait on a tier."""
+"""Regions that offload what they hold: their arguments, and the values that their policy offloads."""
 
 from __future__ import annotations
 

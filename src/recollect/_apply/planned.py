@@ -91,7 +91,7 @@ def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offloa
 def _size_parameters(model: nn.Module) -> dict[str, int]:
     """The bytes of parameters, by path, shared ones once: where a profile finds them, too.
 
-    Nothing where they are spread over processes, each of which may have another part.
+    Nothing where they are sharded: each process may have a different part.
     """
     parameters = {plain_path(path): parameter for path, parameter in model.named_parameters()}
     if any(map(is_sharded, parameters.values())):

@@ -184,7 +184,7 @@ def _takes_name(ask: Callable[..., Any]) -> bool:
 
 
 def parse_preset(text: str) -> tuple[Value, int | None]:
-    """What one of the ready-made words means: what to do, and to every how many-th block.
+    """What one of the ready-made words means: what to do, and N if only every N-th block is meant.
 
     Raises:
         ValueError: there is no such word.

@@ -29,7 +29,7 @@ _SKIPPED = "typing_extensions.py"  # its wrapper around what torch has renamed
 class Role(enum.Enum):
     """What a module of ours is to those who read the stack.
 
-    RUNNER: runs the user's step; who called it is no part of the step. PROGRAM: is a user's program that comes with
+    RUNNER: runs the user's step; its callers are not part of the step. PROGRAM: is a user's program that comes with
     the library. REGION: runs a region's function; what is above it is outside of the region.
     """
 

@@ -31,7 +31,7 @@ def read_document(text: str, record: type[R], *, kind: str, version: int) -> R:
     """The record that `write_document` wrote.
 
     Raises:
-        ValueError: the text is no such document, is of a later version, or a field is missing, unknown or of another
+        ValueError: the text is not such a document, has a later version, or a field is missing, unknown or of another
             type.
 
     >>> from recollect._core.decisions import Site

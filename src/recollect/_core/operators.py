@@ -75,7 +75,7 @@ class Operator:
 
     @property
     def fills(self) -> bool:
-        """Whether what comes from other processes is written into its arguments, and what it gives is no value."""
+        """Whether what comes from other processes is written into its arguments, and its result is not the value."""
         return self.is_collective and (bool(self.writes) or self.name.startswith("c10d."))
 
     @property

@@ -128,7 +128,7 @@ class Places:
 
         Unlike `find` it looks through regions, up to the step itself, and stops at what it has found. Inside of
         backward it stops at the engine: who started the pass did not call this. Outside of it it stops at what runs
-        the step, such as `recollect.profile`: who asked for the profile is no line of the step.
+        the step, such as `recollect.profile`: the line that asked for the profile is not part of the step.
         """
         frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001
         modules: list[nn.Module] = []
@@ -148,7 +148,7 @@ class Places:
     def _path(self, modules: list[nn.Module]) -> str:
         """The path of the innermost of these modules, which come innermost first.
 
-        One that is no part of the others, such as an activation that all models share, has its class's name behind
+        One that is not part of the others, such as an activation that all models share, has its class's name behind
         the path of the innermost one that is known.
         """
         if not modules:

@@ -1,6 +1,6 @@
 """Whether a tensor is spread over processes, and whether FSDP gathers and frees a module's parameters by itself.
 
-Imports nothing of torch.distributed: who has such a tensor or module has imported its class.
+Imports nothing of torch.distributed: whoever has such a tensor or module has imported its class.
 """
 
 from __future__ import annotations

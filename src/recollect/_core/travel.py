@@ -1,4 +1,4 @@
-"""Who wants to know of values that are sent away and come back: profilers listen, offloading tells. No torch here.
+"""Tells profilers when values are offloaded and when they come back. No torch here.
 
 Process-wide, because values come back on autograd's threads. Holds as many listeners as profiles are being taken.
 """

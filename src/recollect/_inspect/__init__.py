@@ -1,1 +1,1 @@
-"""One-call workflows and what they say about a model, built from everything below."""
+"""What looks at a step and changes nothing: profile, report, explain, print_saved, on_oom."""

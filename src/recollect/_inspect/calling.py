@@ -1,4 +1,4 @@
-"""What to call for one step of what the user gives, and where its loss is."""
+"""How to run one step of what the user passed, and where to find its loss."""
 
 from __future__ import annotations
 

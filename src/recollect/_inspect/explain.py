@@ -197,7 +197,7 @@ def _explain_decisions(kind: Any, decisions: Decisions) -> ExplainedCall:
 
 
 def _explain_line(line: DecisionLine, matched: int, *, is_block: bool) -> ExplainedSite:
-    sites = [site for site in line.sites if site.dtype]  # the others are no tensors
+    sites = [site for site in line.sites if site.dtype]  # the others are not tensors
     return ExplainedSite(
         what=line.what,
         decision=line.decision,

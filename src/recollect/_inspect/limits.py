@@ -1,4 +1,4 @@
-"""What keeps a profile from being that of a usual step, in sentences."""
+"""Notes of a profile: in what it differs from an ordinary step."""
 
 from __future__ import annotations
 

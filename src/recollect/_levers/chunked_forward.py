@@ -1,6 +1,6 @@
-"""A module that treats every token by itself, run on some tokens at a time, in forward and again in backward.
+"""Runs a module that handles each token on its own on a few tokens at a time, in forward and again in backward.
 
-What it saves for backward exists for one chunk at a time, so that its working memory is a chunk's; between forward and
+What it saves for backward exists for one chunk at a time, so it needs the memory of one chunk; between forward and
 backward only its input is held. Gradients of its parameters are summed over chunks in float32, or float64. A module
 that draws random numbers draws the same ones again, but not those that it would draw without chunks.
 

@@ -1,8 +1,8 @@
-"""The output of a model's last linear layer that is not computed before someone needs more of it than its loss.
+"""Logits that are not computed until something other than the loss needs them.
 
-It stands where the logits would. Reshaping it, cutting rows off and changing its type leave it lazy. `cross_entropy` of
-it is computed in chunks. Before anything else is done with it, it is computed, once. It is no Tensor: nothing that
-torch does with tensors behind Python's back can take it for one.
+An object takes the place of the last linear layer's output. It stays lazy when it is reshaped, cast, or loses rows, and
+its `cross_entropy` is computed in chunks. Anything else computes the logits first, once. It is not a Tensor, so nothing
+that torch does with tensors behind Python's back can mistake it for one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's output, some rows at a time: all logits together are never there.
+"""Cross entropy of a linear layer's output, a few rows at a time: the logits never exist all at once.
 
 A chunk's logits are made, turned into their own gradient in place, multiplied into the gradients of the hidden states
 and of the weight, and forgotten. Where one number is returned that happens in forward, so that nothing is computed
@@ -111,7 +111,7 @@ class _Asked:
     Attributes:
         targets: of the rows.
         class_weight: of the classes.
-        rows_per_chunk: so many at a time.
+        rows_per_chunk: how many rows at a time.
         dtype: in which the products are computed.
         ignore_index: rows with this target do not count.
         reduction: what becomes of the rows' losses.

@@ -82,7 +82,7 @@ class Departures:
             self._let_go(step, due or ())
 
     def _sends(self, step: Step, parcel: Parcel) -> bool:
-        """Whether a value is sent of which nothing is known yet."""
+        """Whether to send a value about which nothing is known yet."""
         if self._waits:
             return True
         self.release_done(step)

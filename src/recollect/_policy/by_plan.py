@@ -35,7 +35,7 @@ class ByPlan(Policy):
 
 
 def follow_plan(plan: Plan, region: str) -> ByPlan:
-    """What a plan says of one region; regions of which it says the same share a policy that is equal."""
+    """What a plan says of one region; regions about which it says the same have equal policies."""
     mine = [choice for choice in plan.choices if choice.region is None or _is_for(choice.region, region)]
     own = Plan(choices=tuple(replace(choice, region=None) if not choice.is_exact else choice for choice in mine))
     way = next((planned.way for planned in plan.regions if planned.path == region), None)

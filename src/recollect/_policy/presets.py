@@ -53,7 +53,7 @@ class ReadyMade(Policy):
     tally: Tally = field(default_factory=Tally, compare=False)
 
     def suited(self, names: Iterable[str]) -> ReadyMade:
-        """The same for a region of which the classes of its layers are known, or its operators; one tally for both."""
+        """The same for a region whose layers' classes, or whose operators, are known; both share one tally."""
         if self.word != "selective":
             return self
         counts = Counter(kind for name in names if (found := _KINDS.search(_plain(name))) and (kind := found.lastgroup))

@@ -1,4 +1,4 @@
-"""What each call costs in a step as it runs without us.
+"""What each call costs in a step that runs without the profiler.
 
 A watched step shows how long the device takes for each operator, and how long the host takes to call it, without what
 the host does in between. The step, run again unwatched, shows how long all of it takes. Here the second is shared out
@@ -114,7 +114,7 @@ def _share(costs: list[Cost], plain: Plain) -> list[Cost]:
 
 
 def _share_host(costs: list[Cost], plain: Plain) -> list[Cost]:
-    """The host's time: calls, and what lies between them. Where it waits for the device, that is no time of calls."""
+    """The host's time: calls, and what lies between them. Waiting for the device does not count as time of calls."""
     called_s = sum(cost.host_s or 0.0 for cost in costs)
     if called_s > plain.host_s:
         shrink = _scale(called_s, plain.host_s, len(costs))

@@ -2,7 +2,7 @@
 
 Each measurement repeats one copy until a share of time is used up and takes the fastest, because what disturbs a copy
 only slows it down. The sizes are small enough for a machine that is busy with something else: the numbers say which
-tier is worth while, and are no benchmark.
+tier is worth using; they are not a benchmark.
 """
 
 import os

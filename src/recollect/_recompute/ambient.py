@@ -126,7 +126,7 @@ class Ambient:
         """Set what stands otherwise now; gives what puts it back, None if nothing had to be set."""
         autocast = _read_autocast() if any_autocast_enabled() else None
         now = read_state()
-        is_same = now == self._state if now[0] is self._state[0] is None else False  # two caches are never alike
+        is_same = now == self._state if now[0] is self._state[0] is None else False  # two caches never compare equal
         if is_same and autocast == self._autocast and not self._makers:
             return None
         stack = ExitStack()

@@ -1,7 +1,7 @@
 """Random numbers in regions while a CUDA graph is being captured.
 
 A captured generator cannot be rewound: its offset lives on the device and moves at each replay. So a region that draws
-needs two generator states that start alike and move alike: forward draws from one, recomputation from the other.
+needs two generator states that start equal and move in step: forward draws from one, recomputation from the other.
 States must be registered with the graph before its capture begins, which `graph_rng` does. Without it, a region that
 draws during a capture raises before the draw, and one that draws nothing needs nothing.
 """
@@ -27,7 +27,7 @@ class _Graph(Protocol):
 
 
 class Pair:
-    """Two states of one generator that start alike: forward draws from one, one recomputation from the other."""
+    """Two states of one generator that start equal: forward draws from one, one recomputation from the other."""
 
     __slots__ = ("_again", "forward")
 

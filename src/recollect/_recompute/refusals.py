@@ -1,4 +1,4 @@
-"""What backward cannot give, in words."""
+"""Errors of backward: values that it cannot give."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ _newest: list[ref[Tensor]] = []
 
 
 def _stored_once(state: Tensor) -> Tensor:
-    """This state, or the equal one that was stored last: a region and the first one nested in it begin alike."""
+    """This state, or the equal one that was stored last: a region and the first nested one begin the same."""
     stored = _newest[0]() if _newest else None
     if stored is not None and not _memcmp(state.data_ptr(), stored.data_ptr(), _CPU_BYTES):
         return stored

@@ -1,4 +1,4 @@
-"""How names from the user's model are shown: as they are written, and harmless."""
+"""Makes names from the user's model safe to show: control characters are spelled out, long names cut."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def write_page(name: str, *, title: str, headline: str, scripts: Sequence[str], 
             "style_hash": _hash(style),
             "script": script,
             "script_hash": _hash(script),
-            # Only ASCII, so that a name that is no proper Unicode does not keep the page from being written.
+            # Only ASCII, so that a name that is not valid Unicode does not keep the page from being written.
             "data": json.dumps(data, separators=(",", ":"), ensure_ascii=True).translate(_UNSAFE),
         },
     )

@@ -25,7 +25,7 @@ _CASTING = frozenset(
 def hold_casts(
     raw: Program, held: list[Any], kept: set[int], saved: list[Tensor], find_cast: Callable[[int], Cast | None]
 ) -> None:
-    """Of kept values of which only casts are asked for, hold the casts instead, if they take no more.
+    """Hold casts of kept values instead of the values, where nothing but casts is asked for and they take no more.
 
     Products that are made again may take a value too: they are given the cast in its place.
 

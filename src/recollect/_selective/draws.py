@@ -1,4 +1,4 @@
-"""Sees that only those calls of one forward draw random numbers that are known to."""
+"""Checks that the calls of one forward draw random numbers only where they are known to."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> States | None
 
 
 def _agree(one: States, other: States) -> bool:
-    """Whether those generators that are in both stand alike."""
+    """Whether the generators that are in both have the same states."""
     found = {id(source): state for source, state in other}
     return all(source.same(state, found[id(source)]) for source, state in one if id(source) in found)

@@ -1,8 +1,8 @@
-"""Follows a program through one forward: sees that the region makes the same calls, and holds what replay will need.
+"""Follows a program through one forward: checks that the region makes the same calls, and holds what replay needs.
 
-Arguments that are no tensors, Python numbers among them, are taken from this very call, so replay does what forward
-did and not what an earlier one did. Where the calls, the shapes or the ways of the tensors differ from the program, it
-is broken: the region is recomputed by running its function again, and learned anew at its next call.
+Arguments that are not tensors, such as Python numbers, are taken from this very call, so that replay does what this
+forward did and not what an earlier one did. Where the calls, their shapes or where tensors go differ from the program,
+it is broken: the region is recomputed by running its function again, and its next call learns a new program.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Following(FunctionMode):
         return True
 
     def _rest(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """The arguments that are no tensors."""
+        """The arguments that are not tensors."""
         try:
             others = [fixed(args[place]) for place in call.others]
             return others, {name: fixed(value) for name, value in kwargs.items()} if kwargs else {}

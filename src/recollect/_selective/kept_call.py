@@ -1,4 +1,4 @@
-"""What was kept of one call, of an operator or a whole block, until recomputation is given it in place of running it.
+"""What was kept of one call, of an operator or a whole block: recomputation gets it instead of running the call.
 
 Held are aliases cut off from the graph, so a kept value is held once however many tensors view it, and no cycle closes.
 They share the version counter of what they alias: a write into a kept value is seen, and the call is then run again

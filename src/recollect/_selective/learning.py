@@ -1,4 +1,4 @@
-"""Learns a program from a recorded forward: sees whether replay is worth it, and tries it before it is believed."""
+"""Learns a program from a recorded forward: asks whether replay is worth it, and tests it before it is trusted."""
 
 from __future__ import annotations
 

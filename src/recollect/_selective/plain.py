@@ -1,4 +1,4 @@
-"""Regions whose policy keeps everything: a plain call, of which autograd holds what it always holds.
+"""Regions whose policy keeps everything: a plain call, for which autograd holds what it always does.
 
 Kept operator by operator, such a region would hold more: results that backward has no use for, beside what autograd
 saves. Nothing is recomputed, so nothing has to be noted either. Only the first call of each kind is looked at, for

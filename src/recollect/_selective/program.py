@@ -33,7 +33,7 @@ class Unfixed(Exception):  # noqa: N818 (never leaves the recorders)
 
 
 def fixed(value: Any) -> Any:
-    """An argument that is no tensor, so that nobody can change it: lists are copied.
+    """An argument that is not a tensor, so that nobody can change it: lists are copied.
 
     Raises:
         Unfixed: it is of a kind that may change.
@@ -227,7 +227,7 @@ class Cast:
 
 
 class HeldCast:
-    """A saved tensor that is held, and of which replay also takes the value that it is a cast of.
+    """A saved tensor that is held, and from which replay also takes the value that it is a cast of.
 
     Attributes:
         number: of that value: all that replay calls with it would cast it again.

@@ -5,9 +5,9 @@ sees every operator beneath, at four times the cost). It holds all tensors until
 first call of its kind only; `following.py` follows the program afterwards.
 
 What a recording cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
-place where something else shares the memory, attributes set, tensors that are no plain ones, memory left unfilled for
+place where something else shares the memory, attributes set, tensors that are not plain, memory left unfilled for
 others to write, arguments that may change, generators of the user's own, autocast switched, collectives, a backward
-inside, calls of which only a part is kept. What is left is replayed once and compared, to the bit, before it is
+inside, calls that are kept only in part. What is left is replayed once and compared, to the bit, before it is
 believed.
 """
 

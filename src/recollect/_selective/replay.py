@@ -1,4 +1,4 @@
-"""Makes forgotten values again as planned: on demand, each call once, each value held until its last user has it."""
+"""Recomputes forgotten values by the program: on demand, each call once, each value held until its last user has it."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Replay:
                 if type(value) is Link and value in call.scratch:
                     args[place] = args[place].clone()
             for name, value in stored[1].items():
-                if type(value) is Link and value in call.scratch:  # a flag is no number, though True equals 1
+                if type(value) is Link and value in call.scratch:  # a flag is not a number, though True equals 1
                     kwargs[name] = kwargs[name].clone()
             return
         for place, number in call.tensors:

@@ -81,7 +81,7 @@ def _rules_of(policy: Policy) -> Iterator[Policy]:
 
 
 def _is_outrun(rule: Policy, by_kind: Iterable[Decisions]) -> bool:
-    """Whether it matches some sites, of which earlier rules decided."""
+    """Whether it matches some sites about which earlier rules decided."""
     return any(rule.judge(site) is not None for decisions in by_kind for line in decisions.lines for site in line.sites)
 
 

@@ -296,7 +296,7 @@ class SelectiveWay(ServedWay):
         """Whether it talked to other processes though it had not when it was learned: noted, and breaks a program.
 
         What came from them was not kept, so recomputation talks again: on this rank, and on every other that learned
-        alike. One that learns at this very call has kept it, and they would wait for each other.
+        the same. One that learns at this very call has kept it, and they would wait for each other.
         """
         if self._heard < 0 or count_collectives() == self._heard:
             return False

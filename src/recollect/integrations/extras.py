@@ -1,4 +1,4 @@
-"""What to say where the package that an integration is for is not installed."""
+"""The error where the package that an integration needs is not installed."""
 
 from __future__ import annotations
 

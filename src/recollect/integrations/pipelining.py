@@ -1,8 +1,8 @@
 """One recomputation per micro-batch where a pipeline schedule splits backward: `torch.distributed.pipelining`.
 
 A zero-bubble schedule runs a micro-batch's backward in two halves, first the gradients of a stage's inputs, then, with
-other micro-batches in between, those of its weights, by one call of autograd for each group of weights. A region is
-right under all of that, but recomputes for the first half and for every call of the second one.
+other micro-batches in between, those of its weights, by one call of autograd for each group of weights. A region
+gives right gradients under all of that, but recomputes for the first half and for every call of the second one.
 
 Stages that torch traces (`torch.distributed.pipelining.pipeline`) hold operators and no regions: `recollect.apply` goes
 to their ``submod``, after they are built.

@@ -1,4 +1,4 @@
-"""Being called as an allocation on a CUDA device fails, while everything that led there is still alive.
+"""A callback for when an allocation on a CUDA device fails, while everything that led there is still alive.
 
 By the time an exception is caught, whatever only the failing expressions held is gone: in ``model(x).float()`` the
 whole graph. The allocator calls observers before it raises, on the thread that asked, outside of its lock. There the

@@ -88,7 +88,7 @@ class FunctionMode(TorchFunctionMode):
         return self
 
     def look_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of torch's attention, of which the mode was just told, so that it sees what that calls."""
+        """Make a call of torch's attention, which the mode has just seen, so that it sees what that calls."""
         _C._push_on_torch_function_stack(self)
         try:
             return run_open(args, kwargs)
@@ -96,7 +96,7 @@ class FunctionMode(TorchFunctionMode):
             _C._pop_torch_function_stack()
 
     def meet_compiled(self) -> None:
-        """Compiled code is called, of which the mode will see nothing (`compiled_calls.py`)."""
+        """Called before compiled code, of which the mode will see nothing (`compiled_calls.py`)."""
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None

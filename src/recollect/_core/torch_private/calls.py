@@ -1,4 +1,4 @@
-"""Being told of every call of every module, in eager code, without a hook.
+"""Notices every call of every module in eager code, without a hook.
 
 Global module hooks would do, but torch.compile puts guards on them: code that was compiled without them is compiled
 anew under them, and again for each hook that is registered; and torch warns of them at each call of a compiled module.
@@ -6,7 +6,7 @@ They also cost some microseconds for each call, since they take torch's short wa
 not look at ``_call_impl``.
 
 Private names: ``nn.Module._call_impl``, ``torch._C._dynamo.eval_frame``.
-Would be replaced by: global forward hooks of which compiled code knows nothing.
+Would be replaced by: global forward hooks that compiled code does not guard on.
 Run on: torch 2.11, 2.13.
 """
 

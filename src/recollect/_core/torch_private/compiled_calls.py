@@ -1,8 +1,8 @@
 """Compiled code that is called inside a region: for as long as it runs, our modes are off, as if they were not there.
 
 Dynamo guards on what is around a call: on torch-function modes, which it would trace into the code, and on the
-thread's dispatch keys, of which an interception sets one. Under either it would compile anew, and flex attention, for
-one, breaks then. A dispatch mode would see what the code runs inside, which is no concern of a policy: it may be
+thread's dispatch keys; an interception sets one of these. Under either it would compile again, and flex attention, for
+one, breaks then. A dispatch mode would see what the code runs inside, which does not concern a policy: it may be
 replayed from a CUDA graph, where memory is used again. So a compiled function is one opaque call. It runs again, or is
 kept as a part of a block.
 

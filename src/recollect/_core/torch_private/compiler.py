@@ -28,7 +28,7 @@ def untraced(fn: F) -> F:
 
 
 def passed_by(fn: F) -> F:
-    """The function, of which torch.compile makes no graph of its own; what it calls, it may.
+    """The function, marked so that torch.compile starts no graph at it; it may at what the function calls.
 
     For what stands before a function and changes its arguments. Traced code that calls it traces it as any other. But
     where the graph breaks deep inside, Python calls it, and Dynamo would begin a graph at its frame, too: Whisper was

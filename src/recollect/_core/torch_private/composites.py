@@ -1,7 +1,7 @@
 """Functions of torch that are written in Python and make calls of torch themselves, run so that modes see those calls.
 
-Such a function asks whether a torch-function mode is on, and if so hands itself to it as one call: attention, of which
-then nothing inside can be told apart. Here it runs with globals of its own, in which the answer is no. Others, such as
+Such a function asks whether a torch-function mode is on, and if so hands itself to it as one call: then nothing
+inside attention can be told apart. Here it runs with globals of its own, in which the answer is no. Others, such as
 those for single layers, make one call each and need nothing.
 
 Private names: ``has_torch_function`` in the globals of ``multi_head_attention_forward``; ``_in_projection`` and

@@ -3,7 +3,7 @@
 Private names: ``torch._C._dynamo.guards._empty_strided_{cpu,cuda,xpu}``, by which compiled code allocates (0.9 µs where
 `torch.empty_strided` takes 3.5); ``torch._C._cuda_getDevice``; ``torch._foreach_copy_`` (0.8 µs for each copy where
 `Tensor.copy_` takes 2.5, both on host tensors).
-Would be replaced by: a public call that allocates with as little ado, and a public one for many copies.
+Would be replaced by: a public call that allocates with as little overhead, and a public one for many copies.
 Run on: torch 2.11, 2.13 (CPU builds; on CUDA by the tests marked ``gpu``).
 """
 

@@ -14,7 +14,7 @@ from torch import nn
 
 
 def run_policy(policy: object, model: nn.Module) -> dict[nn.Module, dict[str, Any]] | None:
-    """The modules that a policy wants wrapped, each with the wrapper's keyword arguments; None if it is no policy.
+    """The modules that a policy wants wrapped, each with the wrapper's keyword arguments; None if it is not a policy.
 
     Imports nothing: who has a policy has imported its class.
     """

@@ -1,4 +1,4 @@
-"""Whose parameters a sharding engine comes and takes.
+"""Whether a sharding engine swaps a module's parameters.
 
 Private names: ``_is_fsdp_managed_module``, which both kinds of FSDP set on each module whose parameters they swap, for
 the compiler's sake.

@@ -1,4 +1,4 @@
-"""How many hold a storage.
+"""How many references there are to a storage.
 
 Private name: ``torch._C._storage_Use_Count``.
 Would be replaced by: a public count of who holds a storage.

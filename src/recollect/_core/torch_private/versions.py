@@ -1,4 +1,4 @@
-"""How often tensors were written into, as autograd counts it, and how that is set back where their bytes are.
+"""Version counters of tensors: how often they were written into, set back where their bytes are restored.
 
 Private names: ``Tensor._version`` and ``torch._C._autograd._unsafe_set_version_counter``.
 Would be replaced by: a public way to undo writes.

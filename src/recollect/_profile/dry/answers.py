@@ -12,7 +12,7 @@
 | the same of a one-hot mask, or of choices (``topk``) that equal a number | as often as on average |
 | how often a mask is true (its ``sum``) | likewise |
 | ``unique`` | all are different |
-| ``bincount`` with ``minlength`` | so many counts |
+| ``bincount`` with ``minlength`` | that many counts |
 | the longest target of ``ctc_loss`` | as long as targets are on average; where they are padded, the padded length |
 
 Numbers that are sizes (an int) and all other values are refused by name, see `step`. Each answer is noted with its

@@ -1,4 +1,4 @@
-"""APIs that change what a module does and nothing of what it is: no class, no name, no structure.
+"""APIs that change what a module does, and leave its class, names and structure as they are.
 
 Names and behaviour are those of ``torch.distributed._composable``; the registry here is this library's own.
 """

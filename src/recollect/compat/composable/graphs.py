@@ -1,6 +1,6 @@
 """A checkpointed module in code that torch.compile traces: there its forward is the region, and its hooks do nothing.
 
-Two hooks are no region for Dynamo, which captures a function as one; so each checkpointed module also has a stand-in
+Dynamo captures a function as a region, and cannot do so with two hooks. So each checkpointed module also has a stand-in
 for its forward, which in eager code passes calls on.
 """
 
