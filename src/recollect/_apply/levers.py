@@ -152,5 +152,5 @@ def why_not(lever: str, module: nn.Module) -> str:
         if is_swapped and own and not has_shards:
             return "FSDP1 keeps its parameters inside one flat tensor: use torch.distributed.fsdp.fully_shard instead"
     if lever == CHUNKED_LOSS and type(module).forward is not nn.Linear.forward:
-        return f"it is a {type(module).__name__}, not a torch.nn.Linear"
+        return f"its class is {type(module).__name__}, and not torch.nn.Linear"
     return ""
