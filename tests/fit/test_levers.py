@@ -289,7 +289,9 @@ def test_modules_may_be_named_and_are_refused_if_they_cannot_be_cut(caplog: pyte
         recollect.fit(model, (TOKENS, TOKENS), levers={"chunked_mlp": "layers.*.attn"}, **given)
     with pytest.raises(ValueError, match=r"pattern 'blocks.\*.mlp' matches no module of Net"):
         recollect.fit(model, (TOKENS, TOKENS), levers={"chunked_mlp": "blocks.*.mlp"}, **given)
-    with pytest.raises(ValueError, match=r"lever 'chunked_loss' cannot be used on 'embed': its class is Embedding, and not"):
+    with pytest.raises(
+        ValueError, match=r"lever 'chunked_loss' cannot be used on 'embed': its class is Embedding, and not"
+    ):
         recollect.fit(model, (TOKENS, TOKENS), levers={"chunked_loss": "embed"}, **given)
     with pytest.raises(
         ValueError, match=r"levers: unknown lever 'magic'; expected some of 'chunked_loss', 'chunked_mlp', 'micro"

@@ -327,7 +327,7 @@ def test_several_graphs_that_are_alive_are_remarked() -> None:
         run_out()
 
     notes = " ".join(report_of(step).notes)
-    assert "graphs of 3 calls of OomNet are alive" in notes
+    assert "graphs of 3 calls of OomNet are still alive" in notes
     assert "loss.item()" in notes
 
 

@@ -183,7 +183,7 @@ def test_the_text_of_choices() -> None:
         Judged(what="send it away", code="x", peak_bytes=2**31, recompute_s=None, is_enough=False),
     )
     text = list(_format_judgement(Judgement(capacity_bytes=2**30, plain_bytes=2**32, choices=choices)))
-    assert text[0] == "what would make the step fit: it needs 4.00 GiB as it is, and the device has 1.00 GiB"
+    assert text[0] == "what would make the step fit: it needs 4.00 GiB as it is, and has 1.00 GiB"
     assert text[1] == "  recompute layers.* (12 Block): peak 1.00 GiB, at most 50.0 ms more a step,"
     assert text[2] == "    enough"
     assert text[3] == "      recollect.apply(model)"

@@ -413,7 +413,7 @@ def loop_of_steps() -> Iterator[None]:
             TypeError,
             (
                 "recollect.profile expects a function that runs a step when it is called; "
-                f"{reprlib.repr(loop_of_steps)} only starts one"
+                f"calling {reprlib.repr(loop_of_steps)} only starts one"
             ),
         ),
         (

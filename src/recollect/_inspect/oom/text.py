@@ -151,7 +151,7 @@ def _format_remedies(report: OomReport) -> Iterator[str]:
 
 def _format_judgement(judgement: Judgement) -> Iterator[str]:
     has, needs = format_bytes(judgement.capacity_bytes), format_bytes(judgement.plain_bytes)
-    yield from _wrap(f"what would make the step fit: it needs {needs} as it is, and the device has {has}")
+    yield from _wrap(f"what would make the step fit: it needs {needs} as it is, and has {has}")
     for choice in judgement.choices:
         yield from _wrap(_describe_choice(choice), indent=2)
         yield f"      {choice.code}"
