@@ -14,7 +14,7 @@ from recollect._inspect.oom.error import Shortage
 from recollect._inspect.oom.judged import ALLOWANCE, Judged, Judgement, judge
 from recollect._inspect.oom.report import _judge
 from recollect._inspect.oom.text import _format_judgement
-from recollect._profile.given import Given
+from recollect._profile.given_arguments import Given
 from recollect._profile.memory import LiveBytes
 from recollect._profile.tracks import Tracks
 from tests.models import GPT

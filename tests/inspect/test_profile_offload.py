@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect._core.calls import Category
+from recollect._core.offload_news import listeners
 from recollect._core.profiles import Profile
-from recollect._core.travel import listeners
 from recollect._report.html import write_html
 from recollect._report.trace import write_trace
 

@@ -14,7 +14,7 @@ from recollect._apply.options import Choices
 from recollect._apply.rules import (
     Rule,
 )
-from recollect._apply.sent import SentForward, sent_forward_of
+from recollect._apply.sent_forward import SentForward, sent_forward_of
 from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import Target, by_name, describe_unmatched
 from recollect._core.units import list_some

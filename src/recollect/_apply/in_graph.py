@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 
-from recollect._apply.elsewhere import Elsewhere
+from recollect._apply.offloading import Elsewhere
 from recollect._apply.options import Choices
 from recollect._compile import dynamo  # noqa: F401 (tells Dynamo of the operator)
 from recollect._compile.exported import call_exporting

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import distributed, nn
 
-from recollect._apply.elsewhere import Elsewhere, Sending, parse_elsewhere
 from recollect._apply.forwards import functions_in
+from recollect._apply.offloading import Elsewhere, Sending, parse_elsewhere
 from recollect._core.patterns import did_you_mean, nearest, quote_all
 from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active

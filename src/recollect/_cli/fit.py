@@ -21,8 +21,8 @@ from recollect._cli.arguments import (
 )
 from recollect._cli.endings import loading
 from recollect._cli.planned import Outputs, check_budget
+from recollect._cli.profiling import Options, gather_step
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
-from recollect._cli.taking import Options, gather_step
 from recollect._cli.target import Function, find_target
 from recollect._core.levers import LEVERS
 

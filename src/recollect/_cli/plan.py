@@ -29,10 +29,10 @@ from recollect._cli.arguments import (
 )
 from recollect._cli.endings import loading
 from recollect._cli.planned import Outputs, check_budget, explain_failure
+from recollect._cli.profiling import Options
 from recollect._cli.report import read_profile
 from recollect._cli.screen import fail, keep_stdout_clean, show_progress
 from recollect._cli.sizing import Question, find_sizes, print_sizes
-from recollect._cli.taking import Options
 from recollect._cli.target import Function, find_target
 from recollect._core.profiles import Profile
 

@@ -21,9 +21,9 @@ from recollect._cli.arguments import (
     TracebackOption,
 )
 from recollect._cli.endings import loading, writing_output
+from recollect._cli.profiling import Options
 from recollect._cli.report import check_path, print_report, write_file, write_report
 from recollect._cli.screen import fail, keep_stdout_clean, show_progress
-from recollect._cli.taking import Options
 
 
 def profile(

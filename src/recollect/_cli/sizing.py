@@ -18,7 +18,7 @@ from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 
 if TYPE_CHECKING:
-    from recollect._cli.taking import Options
+    from recollect._cli.profiling import Options
     from recollect._fit.largest import Largest
 
 

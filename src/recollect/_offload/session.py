@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from recollect._core.offload_news import listeners
 from recollect._core.operators import is_wrapper
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import function_mode_depth, without_function_modes
@@ -26,7 +27,6 @@ from recollect._core.torch_private.dispatch import dispatch_mode_depth, without_
 from recollect._core.torch_private.engine import next_sequence, pop_hooks, push_hooks
 from recollect._core.torch_private.graph import is_parameter
 from recollect._core.torch_private.streams import is_capturing
-from recollect._core.travel import listeners
 from recollect._core.units import format_bytes
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.departures import Departures

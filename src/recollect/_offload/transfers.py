@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.errors import OffloadError, TierFullError
-from recollect._core.travel import Move, News, listeners
+from recollect._core.offload_news import Move, News, listeners
 from recollect._offload.accounts import Accounts
 from recollect._offload.copies import Loading
 from recollect._offload.device_lanes import LanesByDevice

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from recollect._core.calls import Transfer
+from recollect._core.offload_news import Move, News, listeners
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.scope import current_run, watcher
 from recollect._core.torch_private.dispatch import DispatchMode
@@ -30,7 +31,6 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
-from recollect._core.travel import Move, News, listeners
 from recollect._profile.allocations import AllocationMeter
 from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer

@@ -28,7 +28,7 @@ from torch import is_grad_enabled, nn
 from recollect._core.authors import is_of_user
 from recollect._core.torch_private.calls import Watch
 from recollect._core.torch_private.engine import next_sequence
-from recollect._profile.given import Given
+from recollect._profile.given_arguments import Given
 
 # Of one thread. A call is two events and about 200 bytes: 65,000 calls in 13 MB. Older ones are forgotten.
 _MOST_EVENTS = 2**17

@@ -22,7 +22,7 @@ from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 from recollect._report.answer import answer
 from recollect._report.curve import find_stretches, follow_categories
-from recollect._report.letters import clip, spell_out
+from recollect._report.escaping import clip, spell_out
 from recollect._report.palette import COLOURS, FAINT, INK, MORE, PAPER, PHASES, RULE, SOFT, STACK
 from recollect._report.summary import find_peak, list_saved, sum_saved
 

@@ -21,7 +21,7 @@ from recollect._core.numbers import format_flops, format_seconds, format_share
 from recollect._core.profiles import Profile
 from recollect._core.units import count_noun, format_bytes, list_some
 from recollect._report.answer import Answer, answer, fold_gains
-from recollect._report.letters import spell_out
+from recollect._report.escaping import spell_out
 from recollect._report.summary import SavedRow, find_peak, list_modules, list_ops, list_saved, sum_saved
 from recollect._report.tree import Branch, fold_modules
 from recollect._report.verdict import judge_allocator, judge_peak

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.caches import cache_classes, without_cache
-from recollect._apply.sent import offload_all
+from recollect._apply.sent_forward import offload_all
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.fsdp import run_policy
 from recollect._core.torch_private.functorch import transforms_active

@@ -41,8 +41,8 @@ from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
 from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
-from recollect._profile.dry.listed import ListedTensors
-from recollect._profile.dry.loose import LooseTensors
+from recollect._profile.dry.listed_tensors import ListedTensors
+from recollect._profile.dry.loose_tensors import LooseTensors
 from recollect._profile.dry.roofline import Device, find_host_costs
 from recollect._profile.dry.translate import Translation, translated
 from recollect._profile.fakes import Fakes
