@@ -42,7 +42,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FileSpan:
     """Where in the file a value lies, how long it is, and the checksum of each of its chunks."""
 
     offset: int
@@ -86,7 +86,7 @@ class DiskTier:
         self.path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}"
         self._fd, self.is_direct = _create(self.path)
         self._extents = Extents(size=0, alignment=ALIGNMENT)
-        self._returned: deque[Place] = deque()
+        self._returned: deque[FileSpan] = deque()
         self._lock = threading.Lock()
         self._bounce = threading.local()
         self._end = weakref.finalize(self, _remove, self._fd, self.path, os.getpid())
@@ -98,7 +98,7 @@ class DiskTier:
             self._sort_returned()
             return self._extents.used_bytes
 
-    def write(self, data: Tensor) -> Place:
+    def write(self, data: Tensor) -> FileSpan:
         """Write bytes to a free part of the file.
 
         Raises:
@@ -115,13 +115,13 @@ class DiskTier:
                 sums.append(checksum(source))
                 _write_all(self._fd, source, offset + start)
         except OSError as error:
-            self._returned.append(Place(offset=offset, size=size, sums=()))
+            self._returned.append(FileSpan(offset=offset, size=size, sums=()))
             if error.errno in _FULL:
                 raise TierFullError from error
             raise
-        return Place(offset=offset, size=size, sums=tuple(sums))
+        return FileSpan(offset=offset, size=size, sums=tuple(sums))
 
-    def read(self, key: Place, into: Tensor) -> None:
+    def read(self, key: FileSpan, into: Tensor) -> None:
         """Read bytes back, and compare their checksums.
 
         Raises:
@@ -145,7 +145,7 @@ class DiskTier:
             if room is not target:
                 target.copy_(room[:length])
 
-    def free(self, key: Place) -> None:
+    def free(self, key: FileSpan) -> None:
         """Let others write there. Takes no lock."""
         self._returned.append(key)
 
