@@ -38,17 +38,17 @@ TOPICS = {
 
 # What usually leads there, and what helps, where a text itself says no more than what is wrong.
 CAUSES = {
-    "TypeError": "An argument has another type than the function takes. Pass what the text says was expected.",
-    "ValueError": "An argument has a value that makes no sense there. Pass what the text says was expected.",
+    "TypeError": "An argument has the wrong type. Pass what the text says was expected.",
+    "ValueError": "An argument has a value that cannot be used there. Pass what the text says was expected.",
     "NotImplementedError": "This combination is not supported. Leave one of the two out.",
-    "RuntimeError": "The call came at a time at which it cannot work. See the text for what has to happen first.",
-    "AttributeError": "The name is misspelled, or belongs to another version.",
+    "RuntimeError": "The call cannot work at this point. The text says what has to happen first.",
+    "AttributeError": "The name is misspelled, or belongs to a different version.",
     "exit code 1 or 2": "Wrong usage, or your code failed. See `recollect COMMAND --help`.",
     "ImportError": "A package is missing. Install it.",
-    "Warning": "The step goes on. The text says what was not done.",
+    "Warning": "The step continues. The text says what was not done.",
 }
 _BUILTIN = (
-    "A check of ours failed, or torch behaved in a way that it does not in the tested versions. Please report it."
+    "A check inside recollect failed, or torch behaved as it does in none of the tested versions. Please report it."
 )
 _DEEPEST = 5
 _NOT_OURS = {
