@@ -325,7 +325,7 @@ def test_a_file_that_does_not_load_is_the_users_failure(
 
 
 def test_a_failure_inside_the_library_shows_all_frames(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recollect._cli import taking as command
+    from recollect._cli import profiling as command
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("ours")

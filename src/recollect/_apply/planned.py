@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from recollect._apply.elsewhere import Elsewhere
+from recollect._apply.offloading import Elsewhere
 from recollect._apply.options import Choices
 from recollect._apply.rules import Rule, describe_away
 from recollect._apply.targets import Target, by_name
