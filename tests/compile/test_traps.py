@@ -19,7 +19,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import checkpoint as theirs  # torch's own, to compare with
 
 import recollect
-from recollect import Decision, compat, policies
+from recollect import Choice, Decision, Plan, compat, policies
+from recollect._core.forecasts import PlannedRegion
 from recollect._core.torch_private import engine
 from recollect.compat import composable
 from tests.compile.counting import (
@@ -841,13 +842,25 @@ class Layer(nn.Module):
         return self.second(self.first(x).sigmoid())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", ["rules", "wrapper", "composable"])
+KEEPING_PRODUCTS = Plan(
+    choices=tuple(Choice(decision=Decision.SAVE, region=str(number), op="aten.addmm.default") for number in range(4)),
+    regions=tuple(PlannedRegion(path=str(number), kind="Layer", way="replay") for number in range(4)),
+)
+RULES: dict[str, Any] = {
+    "rules": {"*": Decision.RECOMPUTE},
+    "selective": "selective",
+    "saved modules": {"?": Decision.RECOMPUTE, "*.first": Decision.SAVE},
+    "plan": KEEPING_PRODUCTS,
+}
+
+
+@pytest.mark.parametrize("way", [*RULES, "wrapper", "composable"])
 def test_equal_blocks_compiled_one_by_one_are_compiled_once(way: str) -> None:
     layers = nn.Sequential(*(Layer() for _ in range(4)))
     x, backend = leaf(2, 4), Counting()
     expected = run_step(layers, [x], of=parameters_of(layers))
-    if way == "rules":
-        recollect.apply(layers, {"*": Decision.RECOMPUTE})
+    if way in RULES:
+        recollect.apply(layers, RULES[way])
     for number, one in enumerate(layers):
         layers[number] = compat.checkpoint_wrapper(one) if way == "wrapper" else one
         if way == "composable":

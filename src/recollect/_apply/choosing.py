@@ -19,6 +19,7 @@ from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import Target, by_name, describe_unmatched
 from recollect._core.units import list_some
 from recollect._offload.offload import Offload, Passing, Staying
+from recollect._policy.base import Policy
 from recollect._policy.combine import first_match
 from recollect._policy.places import save_modules
 
@@ -240,6 +241,19 @@ def keeping(choices: Choices, paths: list[str]) -> Choices:
         return choices
     kept = save_modules(*map(_as_pattern, dict.fromkeys(paths)))
     return replace(choices, policy=kept if choices.policy is None else first_match(kept, choices.policy))
+
+
+def share_policies(regions: list[Choices]) -> list[Choices]:
+    """The same, with one object for policies that are equal: compiled code is found again for that object alone."""
+    known: list[Policy] = []
+    shared = []
+    for choices in regions:
+        policy = choices.policy
+        if policy is not None:
+            policy = next((one for one in known if one == policy), policy)
+            known.append(policy)
+        shared.append(replace(choices, policy=policy))
+    return shared
 
 
 def _as_pattern(path: str) -> str:

@@ -24,6 +24,7 @@ from recollect._apply.choosing import (
     keeping,
     match_rules,
     regions_in,
+    share_policies,
     thin_out,
 )
 from recollect._apply.handle import Applied
@@ -145,10 +146,11 @@ def apply(
     check_free(chosen, targets)
     check_sendable(chosen)
     saved, regions = find_saved(chosen), by_name(regions_in(chosen))
+    made = [(target, rule.choices) for target, rule in chosen if rule.choices is not None]
+    suited = [keeping(choices.suited(target.module), saved.get(id(target), [])) for target, choices in made]
     stand_ins = [
-        StandIn(target.module, target.name, keeping(rule.choices.suited(target.module), saved.get(id(target), [])))
-        for target, rule in chosen
-        if rule.choices is not None
+        StandIn(target.module, target.name, choices)
+        for (target, _), choices in zip(made, share_policies(suited), strict=True)
     ]
     sent = by_name(target for target, rule in chosen if rule.away is not None)
     _let_last_report(stand_ins, model)
