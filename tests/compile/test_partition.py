@@ -3,6 +3,7 @@
 import copy
 import operator
 import pickle
+import sys
 import warnings
 from typing import Any
 
@@ -21,6 +22,7 @@ import recollect
 from recollect import Decision, Site, policies
 from recollect._compile import joint as joint_module
 from recollect._compile import partition as partition_module
+from recollect._compile.keys import list_sources
 from recollect._compile.partition import Partition, partitioner
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
@@ -453,6 +455,14 @@ def test_equal_plans_and_policies_share_a_key_and_others_do_not() -> None:
     assert len(set(keys)) == len(keys)
     assert partitioner(Plan.from_json(CHEAP.to_json())).uuid() == keys[2]
     assert partitioner(policies.save_matmuls).uuid() == keys[5]
+
+
+def test_the_key_of_a_partitioner_changes_with_all_code_that_decides() -> None:
+    sources = {str(path) for path in list_sources(*partition_module._SOURCES)}
+    rooms = ("recollect._compile.", "recollect._plan.", "recollect._policy.")
+    loaded = {str(module.__file__) for name, module in sys.modules.items() if name.startswith(rooms)}
+    assert loaded
+    assert not loaded - sources
 
 
 def test_a_report_or_a_planner_is_never_found_in_a_cache() -> None:

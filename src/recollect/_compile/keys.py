@@ -36,17 +36,21 @@ _policies: dict[str, Policy] = {}
 _known: dict[int, tuple[Policy, str]] = {}
 
 
-def _digest_rules() -> str:
-    """Part of every key, because code that was compiled by other rules of ours lies in caches: the rules themselves."""
-    found = hashlib.sha256()
+def list_sources(*patterns: str) -> list[Path]:
+    """Files of this library, by patterns from its folder."""
     package = Path(__file__).parents[1]
-    files = [*package.glob("_compile/*.py"), *package.glob("_policy/*.py"), package / "_core" / "operators.py"]
-    for path in sorted(files):
+    return sorted({path for pattern in patterns for path in package.glob(pattern)})
+
+
+def digest_sources(*patterns: str) -> str:
+    """A part of keys that changes with our code, because what older code compiled lies in caches."""
+    found = hashlib.sha256()
+    for path in list_sources(*patterns):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
 
 
-_RULES = _digest_rules()
+_RULES = digest_sources("_compile/*.py", "_policy/*.py", "_core/operators.py")
 
 
 def key_of(policy: Policy | None) -> str:

@@ -19,14 +19,13 @@ import operator
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from recollect._compile.inductor import arrange_backward
 from recollect._compile.joint import Joint, read_joint
-from recollect._compile.keys import key_of
+from recollect._compile.keys import digest_sources, key_of
 from recollect._compile.offloading import MARK, mark_offloaded
 from recollect._compile.ordering import keep_order
 from recollect._core.calls import Lifetime, OpCall
@@ -45,6 +44,8 @@ from recollect._policy.judging import judge
 _log = logging.getLogger("recollect")
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_SOURCES = ("_compile/*.py", "_plan/**/*.py", "_policy/*.py", "_core/operators.py")
+"""All that decides how a graph is cut and arranged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,12 +344,7 @@ def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:
 
 @functools.cache
 def _source_digest() -> str:
-    """Changes with this code, so that what an older one compiled is not taken for the same."""
-    here = Path(__file__).parent
-    rooms = (here, here.parent / "_plan")
-    names = ("joint.py", "partition.py", "ordering.py", "graphs.py")
-    sources = [room / name for room in rooms for name in names if (room / name).exists()]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    return digest_sources(*_SOURCES)
 
 
 def _refuse_loading(key: str) -> None:
