@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import recollect
 from recollect import Decision, compat, policies
 from recollect._compile import keys
+from recollect._policy.presets import selective
 from tests.compile.caching import ADDMM, MM, Bounded, f, named, run, save_products, under
 
 # Dynamo looks at the .grad of every tensor that it meets.
@@ -90,6 +91,12 @@ def written(source: str) -> Callable[..., Tensor]:
     return under(names["policy"])
 
 
+class Block(nn.Module):
+    """A class that a policy may name."""
+
+
+Other: type[nn.Module] = type("Block", (nn.Module,), {"__module__": "elsewhere"})
+
 GLOBAL = """
 bound = {bound}
 def policy(site):
@@ -147,6 +154,8 @@ CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         under(policies.first_match(policies.save_random, policies.save_matmuls)),
         under(policies.first_match(policies.save_random, policies.save_attention)),
     ),
+    "another class of that name": (under(policies.save_modules(Block)), under(policies.save_modules(Other))),
+    "another kind of block": (under(selective()), under(selective(holds_little=True, has_one_product=True))),
     "another value closed over": (larger_than(0), larger_than(10**6)),
     "another container closed over": (saving("aten.mm.default"), saving("aten.addmm.default")),
     "another default": (with_default(0), with_default(10**6)),
@@ -186,6 +195,8 @@ SAME: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "function": lambda: larger_than(5),
     "container": lambda: saving("aten.mm.default"),
     "name": lambda: named("kept"),
+    "class": lambda: under(policies.save_modules(Block)),
+    "ready-made": lambda: under(selective()),
     "list of torch's kind": lambda: torchs([MM]),
     "function of torch's kind": lambda: torchs(save_products),
 }

@@ -872,6 +872,21 @@ def test_equal_blocks_compiled_one_by_one_are_compiled_once(way: str) -> None:
     assert backend.compiled == 1
 
 
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def test_selective_keeps_in_each_kind_of_block_what_pays_there() -> None:
+    one_product = nn.Sequential(nn.Linear(4, 4), Sine())
+    with_norm = nn.Sequential(nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4), Sine())
+    for first, second in ((one_product, with_norm), (with_norm, one_product)):
+        net = nn.Sequential(first, second)
+        with recollect.apply(net, {"?": "selective"}):
+            step = like_plain(net, net, [leaf(2, 4)], of=parameters_of(net))
+        assert step.graphs.count("addmm") == {"addmm": 1}  # of the single product, which is made again
+
+
 def test_a_compiled_function_inside_a_region_inside_compiled_code() -> None:
     net, x = block(), leaf(2, 4)
     inner = torch.compile(net, backend="aot_eager")

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -23,6 +23,8 @@ from recollect._core.errors import CompileError
 from recollect._core.torch_private.ops import op_name
 from recollect._policy.base import FunctionPolicy, Policy
 from recollect._policy.combine import Combination
+from recollect._policy.places import SaveModules
+from recollect._policy.presets import ReadyMade
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _FIXED = frozenset({"builtins", "torch", "recollect", "math", "operator", "functools", "itertools", "re"})
@@ -65,9 +67,9 @@ def key_of(policy: Policy | None) -> str:
     found = _known.get(id(policy))
     if found is None:
         key = f"{_RULES} {policy!r}"
-        functions = list(_functions_in(policy))
-        if functions:
-            key += " " + hashlib.sha256("\n".join(map(_describe, functions)).encode()).hexdigest()[:16]
+        unsaid = list(_unsaid_in(policy))
+        if unsaid:
+            key += " " + hashlib.sha256("\n".join(map(_describe, unsaid)).encode()).hexdigest()[:16]
         found = (policy, key)
         _remember(_known, id(policy), found)
     _remember(_policies, found[1], _policies.get(found[1], policy))
@@ -76,7 +78,7 @@ def key_of(policy: Policy | None) -> str:
 
 def has_functions(policy: Policy) -> bool:
     """Whether users' functions decide, which may go by anything that a site says."""
-    return next(_functions_in(policy), None) is not None
+    return any(not isinstance(one, type | Policy) for one in _unsaid_in(policy))
 
 
 def policy_of(key: str) -> Policy | None:
@@ -107,26 +109,35 @@ def _remember(table: dict[Any, Any], at: Any, value: Any) -> None:
         del table[next(iter(table))]
 
 
-def _functions_in(policy: Policy) -> Iterator[Callable[..., Any]]:
-    """The users' functions that decide, and the predicates that they gave."""
+def _unsaid_in(policy: Policy) -> Iterator[Any]:
+    """What decides and does not stand in a policy's words.
+
+    Users' functions and predicates, classes, of which the words are the names, and what a ready-made policy keeps in
+    one kind of block.
+    """
     if isinstance(policy, Combination):
         for part in policy.parts():
-            yield from _functions_in(part)
+            yield from _unsaid_in(part)
     elif isinstance(policy, FunctionPolicy):
         yield policy.fn
+    elif isinstance(policy, SaveModules):
+        yield from (pattern for pattern in policy.patterns if isinstance(pattern, type))
+    elif isinstance(policy, ReadyMade):
+        yield policy.policy
     else:
         for name in getattr(type(policy), "__slots__", ()):
             value = getattr(policy, name, None)
             if isinstance(value, Policy):
-                yield from _functions_in(value)
+                yield from _unsaid_in(value)
             elif callable(value) and not isinstance(value, type):
                 yield value
 
 
-def _describe(fn: Any) -> str:
-    """All that a function's answers depend on, as text; a number of its own where that cannot be written."""
+def _describe(value: Any) -> str:
+    """All that its answers depend on, as text; a number of its own where that cannot be written."""
+    is_known = isinstance(value, type) and "<locals>" not in value.__qualname__
     try:
-        return _write(fn, ())
+        return f"{value.__module__}.{value.__qualname__}" if is_known else _write(value, ())
     except TypeError:
         return f"{_process}:{next(_numbers)}"
 
