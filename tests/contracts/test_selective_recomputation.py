@@ -116,6 +116,14 @@ def test_operators_run_again_are_those_the_policy_does_not_keep(policy: PolicyLi
     assert run_again(two_products, policy, squares(3)) == thrice(again)
 
 
+def test_views_of_nothing_are_followed_at_later_calls() -> None:
+    def turn_some(x: Tensor, v: Tensor, w: Tensor) -> Tensor:  # as rotary embeddings do that may leave some alone
+        y = x @ v
+        return (torch.cat((y[:, :WIDTH].sin(), y[:, WIDTH:]), dim=1) @ w).sin()
+
+    assert run_again(turn_some, policies.save_matmuls, squares(3)) == thrice({"sin.default": 1, "cat.default": 1})
+
+
 @pytest.mark.parametrize(
     ("policy", "matmuls"),
     [

@@ -305,7 +305,7 @@ class Following(FunctionMode):
         start = self._starts.get(view.number)
         return (
             start is not None
-            and self._start(tensor) - start == view.delta
+            and (self._start(tensor) - start == view.delta or not tensor.numel())  # torch says 0 for what is empty
             and tensor.stride() == view.stride
             and tensor.shape == view.shape
         )
