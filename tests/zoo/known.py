@@ -17,7 +17,6 @@ def under(promise: str, names: str, reason: str, *rules: str) -> Iterator[tuple[
 
 BROKEN: dict[tuple[str, str, str], str] = {
     **dict(under("compiled", "whisper", "torch's aot_eager fails on the plain model too, in a view")),
-    ("profile", "resnet", "full"): "the profile counts 1.3% more than a step holds",
 }
 
 

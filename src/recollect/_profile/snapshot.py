@@ -34,7 +34,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._contents = Contents()
-        self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._written: dict[int, tuple[ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
         self._gradients: dict[int, _Gradient] = {}
         self._memory: dict[int, _Memory] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -89,11 +89,18 @@ class Snapshot:
             self._generators[id(generator)] = (generator, generator.get_state())
 
     def before_write(self, found: Iterable[Found]) -> None:
-        """These storages are about to be written into."""
+        """These storages are about to be written into; the first time counts.
+
+        They are not held: a region that runs again writes into copies of buffers, which would stay until the end.
+        """
         for storage, device in found:
-            if id(storage) not in self._written:
+            if not self._has_copy(storage):
                 copy = storage.clone() if device.type == "cpu" else storage.cpu()
-                self._written[id(storage)] = (storage, copy)
+                self._written[id(storage)] = (ref(storage), copy)
+
+    def _has_copy(self, storage: torch.UntypedStorage) -> bool:
+        known = self._written.get(id(storage))
+        return known is not None and known[0]() is storage
 
     def clear_gradients(self) -> None:
         """Let the known leaves have no gradient, as after ``zero_grad``; `restore` gives theirs back."""
@@ -105,13 +112,16 @@ class Snapshot:
     def count_missed(self) -> int:
         """How many parameters and buffers were written into past the operators that were seen: they stay so."""
         return sum(
-            memory.was_written and not any(id(storage) in self._written for storage, _ in storages_of(memory.tensor))
+            memory.was_written and not any(self._has_copy(storage) for storage, _ in storages_of(memory.tensor))
             for memory in self._memory.values()
         )
 
     def restore(self) -> None:
         """Put everything back."""
-        for storage, copy in self._written.values():
+        for weak, copy in self._written.values():
+            storage = weak()
+            if storage is None:
+                continue
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
