@@ -1,6 +1,6 @@
 """A bias that is zero while a region is learned counts as soon as it is not.
 
-Without a dispatch mode torch's `linear` adds it in place, to the product that is kept.
+Without a dispatch mode torch's `linear` adds it in place, to the product that is kept, and so does its attention.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 import recollect
 
@@ -37,10 +38,26 @@ class Recurrent(nn.Module):
         return found
 
 
+class Positioned(nn.Module):
+    """Attention with a learned bias, which no fused kernel takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.position_bias = nn.Parameter(torch.zeros(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self.position_bias.to(q.dtype))
+        result: Tensor = x + self.out(found.transpose(1, 2).flatten(2))
+        return result
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "transposed": Transposed,
     "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True),
     "recurrent": Recurrent,
+    "positioned": Positioned,
 }
 
 

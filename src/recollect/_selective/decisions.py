@@ -26,7 +26,7 @@ from recollect._core.operators import (
 )
 from recollect._core.places import Place
 from recollect._core.torch_private.intercept import can_intercept
-from recollect._core.torch_private.schemas import TO_COPY
+from recollect._core.torch_private.schemas import TO_COPY, in_place_of
 from recollect._policy.base import Policy, Verdict
 from recollect._policy.judging import judge
 from recollect._selective.program import Program
@@ -199,6 +199,16 @@ class Decisions:
         self.ops = frozenset(line.key for line in kept)
         self.wanted = None if asks or self.has_backward or self.offloads else _plain_calls(kept)
         self.by_call = {line.number: line for line in self.lines if line.key in self.ops and line.number is not None}
+
+    def ops_to_prove(self) -> frozenset[Any]:
+        """Those, and what may do in place what learning saw done anew, under a dispatch mode.
+
+        Without one, `linear` adds its bias in place, to an unsafe view of the product, and attention that is composed
+        its mask: no version shows it. Nor do the bits, which may be the same at the call that proves: a bias is zero at
+        first, or too small for the dtype, and grows afterwards.
+        """
+        assert self.ops is not None
+        return self.ops.union(filter(None, (in_place_of(line.key) for line in self.lines)))
 
     @property
     def offloads(self) -> bool:

@@ -37,8 +37,6 @@ from recollect._selective.kept_calls import KeptCalls, Key
 from recollect._selective.operator_modes import Answer, Decide, OperatorMode, at_places, metas_of, run_and_listen
 from recollect._selective.parameters import moves_parameters
 
-_PRODUCT, _ADDS_BIAS = "aten.mm.default", "aten.add.Tensor"
-
 
 def _parts(tensors: list[Tensor]) -> list[Tensor]:
     return [part for tensor in tensors for part in parts_of(tensor)]
@@ -70,9 +68,8 @@ class KeepingMode(OperatorMode):
             Where it is not known, what it was filled with is copied.
         ops: the operators to look at; None for all.
         saved: grows with each tensor that the region saves.
-        proves: whether to copy what is kept, and see at the end that nothing wrote into it unseen. A dispatch mode
-            changes what some operators are made of, and where only some are looked at, others write past versions:
-            `linear` adds its bias in place, to an unsafe view of the product.
+        proves: whether to copy what is kept, and see at the end that nothing wrote into it unseen: `ops` has what
+            most such writes are made with (`Decisions.ops_to_prove`), but need not have all.
         note_copy: told of each cast and copy: what of, and what came of it.
 
     Attributes:
@@ -117,8 +114,6 @@ class KeepingMode(OperatorMode):
             return found
         if (operator.writes or operator.statistics) and self._kept_calls.calls:
             self._before_write(operator, args, kwargs)
-        elif self.ops is None and operator.name == _ADDS_BIAS:
-            self._note_bias(*args[:2])
         before = self._states(args, kwargs) if operator.is_random else []
         if before is None and not draws(func, args, kwargs):  # a graph is being captured, which is then no matter
             before = []
@@ -224,18 +219,6 @@ class KeepingMode(OperatorMode):
         """Forward is over: note of what the function wrote into, though no version showed it."""
         for kept in self._kept_calls.calls.values():
             if not kept.prove() and isinstance(kept.line, DecisionLine):
-                kept.line.is_written = True
-
-    def _note_bias(self, product: Any, bias: Any) -> None:
-        """A bias is added to a product: without a dispatch mode `linear` does so in place, unseen by versions.
-
-        The bits do not tell: a bias may be zero, or too small for the dtype, when it is learned, and grow afterwards.
-        """
-        if not (isinstance(product, Tensor) and isinstance(bias, Tensor) and bias.dim() == 1):
-            return
-        storages = storages_in(product)
-        for kept in self._kept_calls.calls.values():
-            if isinstance(kept.line, DecisionLine) and kept.label == _PRODUCT and kept.shares_memory(storages):
                 kept.line.is_written = True
 
     def keep_maker(self, value: Tensor) -> Answer | None:

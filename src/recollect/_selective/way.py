@@ -134,7 +134,7 @@ class SelectiveWay(ServedWay):
                 decisions.decide,
                 own=own,
                 is_exact=is_exact,
-                ops=decisions.ops,
+                ops=decisions.ops if decisions.is_proven else decisions.ops_to_prove(),
                 saved=frame.handles,
                 proves=not decisions.is_proven,
             )

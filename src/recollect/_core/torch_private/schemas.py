@@ -19,6 +19,7 @@ __all__ = [
     "arguments_named",
     "count_results",
     "gives_alias",
+    "in_place_of",
     "is_random",
     "written_arguments",
 ]
@@ -45,6 +46,15 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append((position, argument.name))
     return tuple(found)
+
+
+def in_place_of(func: Any) -> OpOverload | None:
+    """The operator that does the same in place, to its first argument; None if there is none."""
+    if not isinstance(func, OpOverload):
+        return None
+    space, name = func._schema.name.split("::")
+    found = getattr(getattr(getattr(torch.ops, space), f"{name}_", None), func._overloadname, None)
+    return found if written_arguments(found) else None
 
 
 def arguments_named(func: Any, *names: str) -> tuple[tuple[int, str], ...]:
