@@ -112,6 +112,11 @@ def test_of_a_u_net_every_block_is_picked_also_where_a_stage_has_one() -> None:
     blocks = [m for m in model.modules() if type(m).__name__ in ("ResnetBlock2D", "Transformer2DModel")]
     with recollect.apply(model) as handle:
         assert len(handle.places) == len(blocks)
+    model.enable_gradient_checkpointing()
+    with pytest.warns(
+        UserWarning, match=rf"on for {len(blocks)} of the regions.*model\.disable_gradient_checkpointing"
+    ):
+        recollect.apply(model).remove()
 
 
 def place(name: str, what: str = "recompute") -> AppliedPlace:

@@ -30,9 +30,7 @@ def test_enable_takes_the_place_of_the_own_switch() -> None:
     model = build("llama")
     expected = gradients(model, use_cache=False)
     model.gradient_checkpointing_enable()
-    with pytest.warns(
-        UserWarning, match=r"own gradient checkpointing is also on for 4 of the regions.*recomputed twice"
-    ):
+    with pytest.warns(UserWarning, match=r"own gradient checkpointing is also on for 4 of the r.*recomputed twice"):
         recollect.apply(model).remove()
     with enable(model) as handle:
         assert not model.is_gradient_checkpointing
@@ -86,18 +84,25 @@ def test_a_budget_is_kept() -> None:
             {"optimizer": torch.optim.SGD, "tiers": "host"},
             r"optimizer, tiers: only used with budget=, which is missing",
         ),
+        ({"budget": "1GiB", "inputs": TOKENS}, r"inputs= expects a batch by name, .* not Tensor"),
     ],
 )
 def test_a_budget_without_what_it_needs_is_refused(options: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         enable(build("llama"), **options)
 
 
-def test_a_model_of_another_kind_is_sent_to_apply() -> None:
-    with pytest.raises(
-        TypeError, match=r"Linear neither is nor holds one; for other models use recollect\.apply\(model\)"
-    ):
-        enable(torch.nn.Linear(1, 1))
+def test_the_callback_refuses_options_before_training_begins() -> None:
+    with pytest.raises(ValueError, match=r"budget='1GiB' decides what to keep, so it cannot be combined with policy"):
+        RecollectCallback(budget="1GiB", policy="full")
+    with pytest.raises(ValueError, match=r"tiers: only used with budget=, which is missing"):
+        RecollectCallback(tiers="host")
+
+
+@pytest.mark.parametrize(("model", "name"), [(torch.nn.Linear(1, 1), "Linear"), ("llama", "str")])
+def test_a_model_of_another_kind_is_sent_to_apply(model: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name} neither is nor holds one; for other models use recollect\.apply"):
+        enable(model)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -124,14 +129,45 @@ def test_adapters_train_on_a_frozen_base_wrapped_before_or_after(order: str, rul
     assert all(p.grad is None for name, p in wrapped.named_parameters() if "lora" not in name)
 
 
-def test_a_budget_is_for_the_model_inside_of_peft() -> None:
-    from peft import LoraConfig, get_peft_model
+@pytest.mark.parametrize("kind", ["adapters", "prompt", "prefix"])
+def test_a_budget_is_for_the_model_with_what_peft_adds(kind: str) -> None:
+    """Prompts are made by PEFT's wrapper: the model inside has nothing to train."""
+    from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    expected = gradients(model, use_cache=False)
+    configs: dict[str, Any] = {
+        "adapters": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+        "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    model = get_peft_model(build("llama"), configs[kind])
+    expected = gradients(model, **({} if kind == "prefix" else {"use_cache": False}))
+    assert expected
     with enable(model, budget="min", inputs=batch("llama")) as handle:
-        assert {place.name.rpartition(".layers.")[0] for place in handle.places} <= {"model", ""}
+        assert handle.places
+        assert all(place.name.startswith("base_model.") for place in handle.places)
         assert all(map(torch.equal, gradients(model), expected))
+
+
+def test_a_budget_is_for_the_whole_model_that_holds_one_of_transformers() -> None:
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = build("llama").model
+            self.head = torch.nn.Linear(16, 3)
+
+        def forward(self, tokens: Tensor, kinds: Tensor) -> Tensor:
+            last = self.backbone(input_ids=tokens).last_hidden_state[:, -1]
+            return torch.nn.functional.cross_entropy(self.head(last), kinds)
+
+    model = Classifier().train()
+    inputs = {"tokens": TOKENS, "kinds": torch.tensor([0, 2])}
+    model(**inputs).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with enable(model, budget="min", inputs=inputs) as handle:
+        assert any(place.name.startswith("backbone.layers.") for place in handle.places)
+        model(**inputs).backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters() if p.grad is not None], expected))
 
 
 def test_the_state_of_the_optimizer_counts() -> None:

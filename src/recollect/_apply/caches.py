@@ -179,15 +179,20 @@ def caches_left_out(models: Iterable[nn.Module]) -> Iterator[int]:
             switch.take_away()
 
 
-def describe_twice(regions: Iterable[nn.Module]) -> str | None:
-    """What to say where Transformers' own switch is on for regions, too; None where it is not."""
-    count = sum(getattr(module, "gradient_checkpointing", False) is True for module in regions)
+def describe_twice(model: nn.Module, regions: Iterable[nn.Module]) -> str | None:
+    """What to say where the own switch of Transformers or diffusers is on for regions, too; None where it is not.
+
+    The switch is a flag on the layer that is recomputed, or on a module around it.
+    """
+    flagged = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
+    inside = {part for one in flagged for part in one.modules()}
+    count = len(inside.intersection(regions))
     if not count:
         return None
     return (
-        f"Transformers' own gradient checkpointing is also on for {count} of the regions, so they "
-        "are recomputed twice. Call model.gradient_checkpointing_disable(), or use "
-        "recollect.integrations.transformers.enable(model)"
+        f"{type(model).__name__}'s own gradient checkpointing is also on for {count} of the regions, so they are "
+        "recomputed twice. Turn it off: model.gradient_checkpointing_disable() for Transformers (or use "
+        "recollect.integrations.transformers.enable(model)), model.disable_gradient_checkpointing() for diffusers"
     )
 
 

@@ -172,8 +172,8 @@ def apply(
 
 
 def _put_switches(handle: Applied, model: nn.Module, regions: list[nn.Module]) -> None:
-    """Keep models of Transformers from filling a cache while they train, and from recomputing twice."""
-    twice = describe_twice(regions)
+    """Keep models of Transformers from filling a cache while they train, and warn of recomputing twice."""
+    twice = describe_twice(model, regions)
     if twice is not None:
         warnings.warn(twice, UserWarning, stacklevel=3)
     switches = list(switches_for(model, regions))

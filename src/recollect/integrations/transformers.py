@@ -5,7 +5,6 @@ Tested with transformers 5.22, peft 0.21 and trl 1.16.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from recollect._apply.caches import caches_left_out
 from recollect._apply.handle import Applied
 from recollect._apply.model import Rules, apply
+from recollect._apply.targets import find_targets
 from recollect._core.profiles import Profile
 from recollect._core.sharded import is_sharded
 from recollect._fit.loaders import find_largest
@@ -69,7 +70,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
         A handle, which prints what was applied where; its `remove` restores the model.
 
     Raises:
-        TypeError: the model is not one of Transformers.
+        TypeError: the model is not one of Transformers, or the batch is not a mapping.
         ValueError: a budget is given without inputs, or along with rules; or what only a budget needs, without one.
         BudgetError: no plan fits the budget.
 
@@ -89,46 +90,57 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     >>> model(input_ids=tokens, labels=tokens).loss.backward()
     >>> handle.remove()
     """
-    found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    found = [part for part in parts if isinstance(part, PreTrainedModel)]
     if not found:
         message = (
             f"enable expects a Transformers model, and {type(model).__name__} neither is nor holds one; for other "
             "models use recollect.apply(model)"
         )
         raise TypeError(message)
-    by_hand = _list_given(rules=rules, policy=policy, every=every, first=first)
-    for_budget = _list_given(inputs=inputs, optimizer=optimizer, tiers=tiers)
+    by_hand = {"rules": rules, "policy": policy, "every": every, "first": first}
+    _check_options(budget, by_hand, inputs=inputs, optimizer=optimizer, tiers=tiers)
     if budget is None:
-        if for_budget:
-            message = f"{', '.join(for_budget)}: only used with budget=, which is missing"
-            raise ValueError(message)
         _switch_off(found)
         return apply(model, rules, policy=policy, every=every, first=first)
-    if by_hand:
-        message = f"budget={budget!r} decides what to keep, so it cannot be combined with {', '.join(by_hand)}"
-        raise ValueError(message)
     if inputs is None:
         message = f"budget={budget!r} needs inputs=, a batch that the model is called with: sizes decide what fits"
         raise ValueError(message)
     _switch_off(found)
-    # A plan names modules as the model that was profiled does: the one inside of PEFT, DDP or torch.compile.
-    inner = found[0]
+    # What the user calls, PEFT's prompts and adapters included; only DDP's and torch.compile's wrappers are left out.
+    inner = find_targets(model)[0].chain[-1]
     ranks = Ranks(inner)
     seen = ranks.together(lambda: _take_profile(inner, inputs, optimizer))
     return apply(inner, ranks.decide(lambda: plan(seen, budget=budget, tiers=tiers)))
 
 
-def _list_given(**options: Any) -> list[str]:
-    return [name for name, value in options.items() if value is not None]
+def _check_options(budget: int | str | None, by_hand: Mapping[str, Any], **for_budget: Any) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        ValueError: a budget is given along with rules, or what only a budget needs, without one.
+        TypeError: the batch is not a mapping.
+    """
+    given = [name for name, value in (for_budget if budget is None else by_hand).items() if value is not None]
+    if given and budget is None:
+        message = f"{', '.join(given)}: only used with budget=, which is missing"
+        raise ValueError(message)
+    if given:
+        message = f"budget={budget!r} decides what to keep, so it cannot be combined with {', '.join(given)}"
+        raise ValueError(message)
+    inputs = for_budget["inputs"]
+    if inputs is not None and not isinstance(inputs, Mapping):
+        message = (
+            f"inputs= expects a batch by name, as in {{'input_ids': ..., 'labels': ...}}, not {type(inputs).__name__}"
+        )
+        raise TypeError(message)
 
 
-def _take_profile(model: Any, inputs: Mapping[str, Any], optimizer: Any) -> Profile:
+def _take_profile(model: nn.Module, inputs: Mapping[str, Any], optimizer: Any) -> Profile:
     """A step on fake tensors; a real one of a sharded model, whose gathers fake tensors cannot follow."""
-    step = dict(inputs)
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        step["use_cache"] = False
     is_dry = not any(map(is_sharded, model.parameters()))
-    return profile(model, kwargs=step, optimizer=_unwrap(optimizer), dry=is_dry)
+    with caches_left_out([model]):
+        return profile(model, kwargs=dict(inputs), optimizer=_unwrap(optimizer), dry=is_dry)
 
 
 def _switch_off(models: list[Any]) -> None:
@@ -175,10 +187,9 @@ class RecollectCallback(TrainerCallback):
         inputs: Mapping[str, Any] | None = None,
         tiers: str | Sequence[str] | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "rules": rules, "policy": policy, "every": every, "first": first, "budget": budget, "inputs": inputs,
-            "tiers": tiers,
-        }  # fmt: skip
+        by_hand = {"rules": rules, "policy": policy, "every": every, "first": first}
+        _check_options(budget, by_hand, inputs=inputs, tiers=tiers)
+        self._options: dict[str, Any] = {**by_hand, "budget": budget, "inputs": inputs, "tiers": tiers}
         self.handle: Applied | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
