@@ -1,7 +1,7 @@
 """Make training fit in memory: forget activations in forward, recollect them in backward.
 
-Where torch is not loaded yet, the names are loaded with the first that is asked for: importing torch takes seconds, and
-`recollect --help` needs none of it.
+If torch is not loaded yet, names are loaded on first use: importing torch takes seconds, and `recollect --help` does
+not need it.
 """
 
 import sys

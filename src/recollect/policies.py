@@ -1,7 +1,7 @@
 """Policies: what a region keeps between forward and backward, and what it computes again.
 
-A policy is a function from a `recollect.Site` to a `recollect.Decision`. Any function will do; those below can be
-combined, compared and printed, and each leaves sites that it does not match to others.
+A policy is a function from a `recollect.Site` to a `recollect.Decision`. Any function works; you can
+combine, compare and print the ones below, and each leaves sites that it does not match to others.
 
 By operator:
     - `save_matmuls` saves the results of matrix products.
@@ -14,20 +14,20 @@ By place:
     - `save_modules` saves the results of modules, by path or class.
 
 By number:
-    - `save_larger_than` saves values of more than a number of bytes.
+    - `save_larger_than` saves values larger than a number of bytes.
     - `save_if` saves values for which a comparison holds: of `flops`, `nbytes` or `flops_per_byte` with a bound.
 
 By kind:
-    - `save_random` saves what is drawn at random.
-    - `save_routing` saves choices (topk, sort, argmax) and what is counted from them.
-    - `save_collectives` saves what was received from other processes.
+    - `save_random` saves random values, such as dropout masks.
+    - `save_routing` saves choices (topk, sort, argmax) and the counts made from them.
+    - `save_collectives` saves values that come from other processes.
 
 All or none:
     - `save_all` saves everything.
     - `save_nothing` saves nothing.
 
 Combined:
-    - `first_match` asks one policy after the other.
+    - `first_match` asks one policy after another.
     - `otherwise` decides for every site, and comes last.
     - `per_region` picks a policy by the region's name.
     - `strictly` keeps only what its policy says.

@@ -81,14 +81,14 @@ def checkpoint(
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
             and any `torch.Generator` among the arguments; Python's and NumPy's, if one of the first three calls drew
             from them), False not to, or a collection of ``"torch"``, ``"python"`` and ``"numpy"``.
-        early_stop: stop recomputation as soon as everything that backward needs is there.
+        early_stop: stop recomputation as soon as backward has everything it needs.
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.
         offload_inputs: keep the function's arguments elsewhere between forward and backward, as `recollect.offload`
-            does; so is what a policy keeps. In compiled code they go to pinned host memory, and nowhere else.
-        offload_to: where to: ``"host"`` (what None means), ``"disk"``, another tier, or a `recollect.offload`. Values
-            that a policy decides to offload go there, too.
-        unknown: there are no other options; those of torch are refused with what to write instead.
+            does, along with what a policy keeps. In compiled code they can only go to pinned host memory.
+        offload_to: where to: ``"host"`` (the default), ``"disk"``, another tier, or a `recollect.offload`. Values that
+            a policy decides to offload go there too.
+        unknown: there are no other options; torch's are refused with what to write instead.
 
     Raises:
         ValueError: an option has an invalid value.
@@ -210,8 +210,8 @@ def name_of(fn: Callable[..., Any]) -> str:
 def explain_mismatch() -> AbstractContextManager[Any]:
     """Log the operators of every region called inside, so that a mismatch shows forward and recomputation side by side.
 
-    Wrap the whole step, forward included. Each operator takes some tens of microseconds more; use it to find a
-    mismatch, then take it away.
+    Wrap the whole step, forward included. Each operator takes some tens of microseconds longer; use it to find a
+    mismatch, then remove it.
 
     >>> import torch, recollect
     >>> shape = [2]

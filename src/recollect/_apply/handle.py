@@ -19,11 +19,11 @@ from recollect._offload.offload import Offload
 
 
 class Applied:
-    """What `apply` did to a model: prints as a table, and can be undone.
+    """What `apply` did to a model. It prints as a table, and you can undo it.
 
     Attributes:
-        places: what became of each module that a rule matched, in the model's order.
-        is_removed: whether it was undone.
+        places: what happened to each module that a rule matched, in the model's order.
+        is_removed: whether it has been undone.
     """
 
     def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
@@ -41,10 +41,10 @@ class Applied:
         self._entries.append(entry)
 
     def report(self) -> OffloadReport:
-        """What offloading does in a step: bytes out and back, the share of the copies that was hidden, waiting time.
+        """What offloading does in a step: bytes out and back, the hidden share of the copies, waiting time.
 
         Raises:
-            ValueError: nothing is offloaded, or rules with several `recollect.offload`: ask each of those.
+            ValueError: nothing is offloaded, or the rules hold several `recollect.offload`: ask each of those.
         """
         if len(self._away) != 1:
             found = "no rule offloads anything" if not self._away else f"the rules hold {len(self._away)} offloads"
@@ -54,7 +54,7 @@ class Applied:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None if it is gone, for a handle does not keep it."""
+        """The model; None if it no longer exists. A handle does not keep it alive."""
         return self._model()
 
     @property
@@ -68,11 +68,11 @@ class Applied:
         return self.is_removed or (bool(self._entries) and all(entry.is_removed for entry in self._entries))
 
     def compare(self, before: Profile, after: Profile) -> None:
-        """Let the table say what this frees and costs, from profiles of a step without it and with it.
+        """Show in the table what this frees and costs, from profiles of a step with and without it.
 
         Args:
-            before: of the plain step.
-            after: of the same step with what was applied.
+            before: a profile of the plain step.
+            after: a profile of the same step with this applied.
 
         >>> import torch, recollect
         >>> from torch.nn import GELU, Linear, Sequential
@@ -91,13 +91,13 @@ class Applied:
         self._effect = describe_effect(*found, how="as profiled")
 
     def remove(self) -> None:
-        """Take everything away: each module is as it was. Copies of the model keep theirs, see `recollect.remove`."""
+        """Restore every module. Copies of the model keep their regions, see `recollect.remove`."""
         while self._entries:
             self._entries.pop().take_away()
         self.is_removed = True
 
     def pause(self) -> None:
-        """Let the model run as it was, until `resume`: what the regions have learned by then is kept."""
+        """Let the model run plain until `resume`. The regions keep what they have learned."""
         for entry in reversed(self._entries):
             entry.take_away()
 

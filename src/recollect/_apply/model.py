@@ -64,29 +64,29 @@ def apply(
     first: int | None = None,
     **unknown: Any,
 ) -> Applied:
-    """Make modules of a model forget their activations, chosen by name, class or predicate, without editing the model.
+    """Turn modules of a model into regions, chosen by name, class or predicate, without editing the model.
 
-    Names, classes, state_dict, hooks and results of the model stay as they are; each matched module's ``forward``
-    becomes a region, within the module's hooks. A deep copy of the model has the same regions; a shallow copy and a
-    pickled model are plain. It may come before or after DDP, FSDP, freezing or torch.compile.
+    Between forward and backward, a region drops its activations and recomputes them when backward asks. Names, classes,
+    state_dict, hooks and results of the model stay the same; each matched module's ``forward`` becomes a region, inside
+    the module's hooks. A deep copy of the model has the same regions; a shallow copy or a pickled model is plain. You
+    can call it before or after DDP, FSDP, freezing or torch.compile.
 
     Args:
         model: any module; it is changed in place.
         rules: a mapping; the first key that matches a module decides. A key is a pattern over names
             (``*`` stays within one dotted part, ``**`` crosses them; ``re:`` and a regular expression), a class or a
-            tuple of classes, or a function of the module (or of its name and it). A value is a `Decision`, a policy,
-            ``"full"``, ``"selective"``, a mapping of the options of `checkpoint`, or a `recollect.offload`, of which
-            `Decision.OFFLOAD` is the default one. A module that is saved inside one that is recomputed is not run
-            again.
-            Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (attention, every
-            second matrix product and convolutions are kept; of convolutions without norms only some) or ``"every:2"``.
-            None means ``"full"``.
-            Or a plan of `recollect.plan`.
-        policy: what the model's repeated blocks keep, written as for `checkpoint`; in place of `rules`.
-        every: take only every n-th of the regions that the rules give, outermost ones in the model's order: 2 takes
+            tuple of classes, or a function of the module (or of its name and the module). A value is a `Decision`, a
+            policy, ``"full"``, ``"selective"``, a mapping of `checkpoint` options, or a `recollect.offload`
+            (`Decision.OFFLOAD` means the default one). A saved module inside a recomputed one is not run again.
+            Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (keeps attention,
+            every second matrix product and convolutions; only some convolutions where there are no norms) or
+            ``"every:2"``. None means ``"full"``.
+            Or a plan from `recollect.plan`.
+        policy: what the model's repeated blocks keep, written as for `checkpoint`; use it instead of `rules`.
+        every: make only every n-th matching module a region, counting the outermost ones in the model's order: 2 takes
             the first, third and so on.
-        first: take only the first n of them.
-        unknown: there are no other options; those of torch are refused with what to write instead.
+        first: make only the first n of them regions.
+        unknown: there are no other options; torch's are refused with what to write instead.
 
     Returns:
         A handle that prints what was applied where; its `remove` restores the model.
@@ -185,9 +185,9 @@ def _put_switches(handle: Applied, model: nn.Module, regions: list[nn.Module]) -
 
 
 def remove(model: nn.Module) -> None:
-    """Take away all that `apply` has put into a model and its parts, whoever holds the handles.
+    """Remove everything that `apply` has put into a model and its parts, whoever holds the handles.
 
-    For models that carry regions without a handle: deep copies. Where nothing was applied, nothing happens.
+    Use it for models with regions but no handle, such as deep copies. If nothing was applied, nothing happens.
 
     >>> import copy, torch, recollect
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())

@@ -137,23 +137,23 @@ def partitioner(
     budget: int | str | None = None,
     report: Callable[[Partition], None] | None = None,
 ) -> Partitioner:
-    """Make what `torch.compile` cuts forward from backward with, so that a plan or a policy decides value by value.
+    """Make a partitioner for `torch.compile`: it splits forward from backward by a plan or a policy.
 
-    Give it to Inductor as an option, as below, or to ``aot_autograd(partition_fn=...)``. A plan overrules the tags of
-    `recollect.checkpoint` regions inside; a policy is asked outside of them only. What neither decides, torch does.
-    Forced to be kept, whatever a plan says: what forward returns, results of operators with effects or on inputs that
-    the step changes, random seeds, and branches (`torch.cond`). Values to be offloaded are moved by torch's
-    own pass, where there is an accelerator, and kept where there is none.
+    Give it to Inductor as an option, as below, or to ``aot_autograd(partition_fn=...)``. A plan overrides the tags of
+    `recollect.checkpoint` regions inside; a policy is asked only outside of them. torch decides about everything else.
+    Some values are always kept, whatever a plan says: what forward returns, results of operators with effects or on
+    inputs that the step changes, random seeds, and branches (`torch.cond`). torch's own pass moves offloaded values if
+    there is an accelerator; otherwise they are kept.
 
     Args:
-        plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for all. A
-            value that a policy has no rule for is left to torch.
-        planner: makes the plan from what each graph does, in place of `plan`.
-        budget: the most bytes that each graph may have in use at a time in forward and backward, its inputs included
-            (parameters, buffers, the batch), in place of `plan`: a number, text like ``"4GiB"``, or ``"min"`` for the
-            smallest peak. What to keep is solved for the whole graph, at a compiler's costs: what is recomputed
-            pointwise is fused and nearly free. What will be fused is foreseen before the graph is compiled, and 5% are
-            kept free where that is possible. Needs scipy.
+        plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for
+            everything. torch decides about values that a policy has no rule for.
+        planner: instead of `plan`, a function that makes the plan from what each graph does.
+        budget: instead of `plan`, the most bytes that each graph may have in use at a time in forward and backward, its
+            inputs included (parameters, buffers, the batch): a number, text like ``"4GiB"``, or ``"min"`` for the
+            smallest peak. It is solved for the whole graph, at a compiler's costs: pointwise recomputation is fused and
+            nearly free. Fusion is predicted before the graph is compiled, and 5% are left free where possible. Needs
+            scipy.
         report: called with each partition when a graph is compiled.
 
     Returns:

@@ -16,15 +16,15 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where a value is made: what a policy decides by.
+    """Where a value is made. Policies decide by site.
 
     Attributes:
         region: name of the checkpointed region.
         op: the operator, overload included: ``"aten.mm.default"``.
         call: which call of this operator in the region, from 0.
         output: which of the operator's outputs, from 0.
-        module: path of the module that calls it, seen from the region's own module; ``""`` for that one itself and
-            outside of any.
+        module: path of the module that calls it, seen from the region's own module; ``""`` for that module itself and
+            outside of any module.
         scopes: names of the `recollect.region` blocks around it inside the region, outermost first.
         shape: of the value; ``()`` for one that is not a tensor.
         dtype: as torch writes it without its prefix: ``"bfloat16"``.

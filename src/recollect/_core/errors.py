@@ -26,11 +26,11 @@ class RecollectError(Exception):
 
 
 class CheckpointError(RecollectError, RuntimeError):
-    """Recomputation cannot give back what forward made."""
+    """Recomputation cannot reproduce what forward made."""
 
 
 class MismatchError(CheckpointError):
-    """Recomputation made other saved tensors than forward did."""
+    """Recomputation made different saved tensors than forward."""
 
 
 class ChangedInputError(CheckpointError):
@@ -46,7 +46,7 @@ class CaptureError(RecollectError, RuntimeError):
 
 
 class OffloadError(RecollectError, RuntimeError):
-    """A value that was sent to host memory or disk could not be sent, or cannot be had back as it was."""
+    """A value could not be sent to host memory or disk, or cannot be brought back unchanged."""
 
 
 class TierFullError(OffloadError):
@@ -54,7 +54,7 @@ class TierFullError(OffloadError):
 
 
 class CompileError(RecollectError, RuntimeError):
-    """This version of torch has not what regions in compiled code need; in eager code they work."""
+    """This version of torch lacks what regions in compiled code need; in eager code they work."""
 
 
 class BudgetError(RecollectError, ValueError):

@@ -19,16 +19,16 @@ _VERSION = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A decision, and the sites that it is for; a field that is None leaves it open.
+    """A decision, and the sites it applies to. A field that is None matches anything.
 
     Attributes:
-        decision: what happens there.
+        decision: what happens at these sites.
         region: pattern of the region's name; the patterns are those of `recollect.policies`, ``""`` matches ``""``.
         module: pattern of the module's path.
         op: pattern of the operator's name.
         call: which call of the operator in the region.
         output: which of its outputs.
-        is_exact: whether region, module and op are meant as they are written, and are no patterns.
+        is_exact: whether region, module and op are literal names instead of patterns.
 
     >>> norms = Choice(decision=Decision.RECOMPUTE, module="layers.*.norm")
     >>> norms.matches(Site(region="", op="aten.mul.Tensor", module="layers.3.norm"))
@@ -71,16 +71,17 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the one index that is made when it is first asked
 class Plan:
-    """What is to happen to the values of a step. The first choice that matches a site decides; no choice, no decision.
+    """What happens to the values of a step. The first choice that matches a site decides.
 
-    `recollect.plan` makes one for a budget, `recollect.apply` puts it on a model. It prints as a table, block by block.
+    `recollect.plan` makes a plan for a budget, and `recollect.apply` applies it to a model. It prints as a table, block
+    by block.
 
     Attributes:
-        choices: in the order in which they are looked at.
+        choices: decisions, in the order in which they are tried.
         name: what reports call it.
-        regions: the modules that become regions; a value in one that no choice is for is recomputed.
-        forecast: what it promises, and what was measured; None for a plan that was written by hand.
-        fingerprint: the step that it was made for.
+        regions: the modules that become regions; values in them that no choice matches are recomputed.
+        forecast: predictions and measurements; None for a plan written by hand.
+        fingerprint: identifies the step that the plan was made for.
         levers: what it does beyond keeping and recomputing values.
         notes: what was assumed, in sentences.
 

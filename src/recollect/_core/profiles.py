@@ -81,28 +81,28 @@ class AllocatorEntry:
 
 @dataclass(frozen=True, kw_only=True, repr=False)  # without slots, for what is worked out when it is first asked
 class Profile:
-    """What a step does, in the order in which it does it. Compared by value.
+    """What a step does, in order. Profiles are compared by value.
 
     Attributes:
-        storages: all memory that tensors of the step live in; others refer to them by index.
+        storages: all memory that tensors of the step use; other fields refer to it by index.
         calls: the operators, in the order in which they ran.
-        saved: what forward keeps for backward, call by call.
-        device: what it was taken on or for, as ``"NVIDIA H200"``.
-        name: what was profiled, as the class of the model.
+        saved: the tensors that forward keeps for backward, call by call.
+        device: the device it was measured on or estimated for, such as ``"NVIDIA H200"``.
+        name: what was profiled, such as the class of the model.
         clock: where the times of the calls come from; None if they have none.
-        is_dry: whether nothing was run: shapes were, on fake tensors. Bytes and times are then estimates.
-        rounding_bytes: each storage takes a multiple of this on the device.
-        capacity_bytes: what the device has for tensors; 0 if it is not known.
-        fixed_bytes: what libraries hold on the device all the time, beside the storages.
+        is_dry: whether nothing ran except shapes, on fake tensors. Bytes and times are then estimates.
+        rounding_bytes: each storage uses a multiple of this on the device.
+        capacity_bytes: the memory that the device has for tensors; 0 if unknown.
+        fixed_bytes: memory that libraries hold on the device all the time, besides the storages.
         optimizer: name of the optimizer whose state is counted; ``""`` for none.
         torch: version of torch.
-        modules: of the model, in its order.
-        rules: what the entries of policies did, where regions were applied.
-        allocators: what the allocators of devices said, where there are any.
+        modules: the model's modules, in its order.
+        rules: what the entries of policies did, if regions were applied.
+        allocators: figures from the devices' allocators, if there are any.
         notes: what was assumed or could not be seen, in sentences.
-        transfers: copies of values to other tiers and back, where some are offloaded.
-        under_regions: the same step as it runs where regions are applied, if that is another one: a model of
-            Transformers then fills no cache of keys and values. Plans are made for it.
+        transfers: copies of values to other tiers and back, if some are offloaded.
+        under_regions: the same step as it runs under regions, if that differs: a Transformers model then fills no
+            key/value cache. Plans are made for it.
 
     Raises:
         ValueError: a storage or call that is referred to is not there, or a number cannot be.

@@ -26,10 +26,10 @@ _is_last: ContextVar[bool] = ContextVar("recollect_last_recomputation", default=
 
 
 def is_recomputing() -> bool:
-    """Whether the code that asks is being re-run by a region, in backward, to make forgotten tensors again.
+    """Whether a region is running this code again, in backward, to recompute what it dropped.
 
-    In compiled code it is False: there recomputation is a part of the graph, and Python does not run again.
-    Use it to keep a side effect (a counter, a log line, a metric) from happening twice.
+    In compiled code it is always False: recomputation is part of the graph there, and Python does not run again. Use it
+    to keep a side effect (a counter, a log line, a metric) from happening twice.
 
     >>> import torch, recollect
     >>> calls = []
@@ -84,9 +84,9 @@ _current_watcher = watcher.get
 
 
 def region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Give a function a name inside models: policies can keep it whole, and reports show it.
+    """Name a function inside a model, so that policies can keep it whole and reports show it.
 
-    Outside of a checkpointed region, or where no policy mentions the name, the function runs as it is.
+    Outside a checkpointed region, or if no policy mentions the name, the function just runs.
 
     Args:
         name: what `recollect.policies.save_names` and reports call it.
@@ -126,7 +126,7 @@ def region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def name(value: T, name: str) -> T:
-    """Give a tensor a name inside models and return it: policies can keep it, and reports show it.
+    """Name a tensor inside a model and return it, so that policies can keep it and reports show it.
 
     Args:
         value: a tensor made inside a region.

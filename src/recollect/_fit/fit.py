@@ -49,45 +49,46 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     recover: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Fitted:
-    """Make a model's training step stay within a budget of memory: profile, plan, apply, run, compare, correct.
+    """Make a training step stay within a memory budget: profile, plan, apply, run, compare, correct.
 
-    A step that does not fit as it is, is profiled on fake tensors. Under the plan it is run and measured; where it
-    takes more than the budget, a tighter plan is made. Parameters, buffers, gradients, optimizers and random generators
-    are afterwards as they were, also if it fails.
+    A step that does not fit is profiled on fake tensors. `fit` then runs it under the plan and measures it; if it uses
+    more than the budget, `fit` tries a tighter plan. Parameters, buffers, gradients, optimizers and random generators
+    are restored afterwards, even if it fails.
 
     Args:
-        model: any module; its modules become regions in place. One that is compiled, or has parts that are,
-            is planned by a step that runs as it is written. The figures are those of the compiled step; on the CPU,
-            where memory of compiled code cannot be seen, those of the other.
-        batch: what a step is called with, as large as it gets: a tensor, a tuple of arguments, a dict of keywords,
-            whatever the model's forward takes as one argument, or a DataLoader, of whose first 64 batches the largest
-            is taken. Tensors on the CPU are sent to where the model is. A list of tuples, or of dicts, is several
-            batches of different shapes, each of which gets a plan; calls that are larger than all run under the plan
-            with the smallest peak, and the log says so once.
-        budget: as of `recollect.plan`.
-        loss: makes the loss of the model's output; one of two arguments is also given the targets, which the model then
-            does not get: the last part of a tuple, ``labels``, ``targets`` or the like of a dict. By default the output
-            is the loss, holds it as ``loss``, or is summed to one; a LightningModule has its ``training_step`` called.
+        model: any module; its modules become regions in place. If it is compiled, or has compiled parts, `fit` plans
+            from a step that runs uncompiled. The figures are those of the compiled step; on the CPU, where the memory
+            of compiled code cannot be seen, those of the uncompiled one.
+        batch: what a step is called with, at its largest: a tensor, a tuple of arguments, a dict of keywords, anything
+            that the model's forward takes as one argument, or a DataLoader, of which the largest of the first 64
+            batches counts. Tensors on the CPU are moved to the model's device. A list of tuples or dicts means several
+            batches of different shapes, each with its own plan; larger calls run under the plan with the smallest peak,
+            and the log says so once.
+        budget: as for `recollect.plan`.
+        loss: computes the loss from the model's output. If it takes two arguments, it also gets the targets, and the
+            model does not: the last part of a tuple; ``labels``, ``targets`` or similar in a dict. By default the
+            output is the loss, holds it as ``loss``, or is summed; for a LightningModule, ``training_step`` is called.
         optimizer: an instance, whose state and step are counted, or a class.
-        step: a function that runs a step with the model, called with the batch or its parts, in place of `loss`. If it
-            returns a loss and has not run backward, that is run.
-        tiers: as of `recollect.plan`.
-        levers: what may be done beyond keeping and recomputing values, by name; what the budget needs is used, and the
-            plan says so. Results are then equal up to rounding. ``"chunked_loss"``: the cross entropy of the last
-            linear layer is computed some rows at a time, without all logits. ``"chunked_mlp"``: parts of blocks that
-            treat every token by itself run on some tokens at a time. ``"micro_batches"``: if nothing else fits, the
-            batch runs in equal parts, by `Fitted.forward_backward`. A mapping says more: ``{"chunked_loss":
-            "lm_head", "chunked_mlp": "layers.*.mlp", "micro_batches": 4}``.
-        recover: whether `Fitted.forward_backward` puts everything back where memory runs out, takes a tighter plan and
-            runs once more. It then copies buffers, and gradients if there are any, to the host at each call.
-        progress: called now and then with a number of things done and of things to do, or None.
+        step: instead of `loss`, a function that runs a step with the model, called with the batch or its parts. If it
+            returns a loss and has not run backward, `fit` runs backward.
+        tiers: as for `recollect.plan`.
+        levers: what `fit` may do beyond keeping and recomputing values, by name. It uses only the levers that the
+            budget needs, and the plan shows them. Results are then equal up to rounding. ``"chunked_loss"``: computes
+            the last linear layer and its cross entropy a few rows at a time, without the full logits.
+            ``"chunked_mlp"``: runs the parts of blocks that treat each token separately on a few tokens at a time.
+            ``"micro_batches"``: if nothing else fits, runs the batch in equal parts, by `Fitted.forward_backward`. A
+            mapping says more: ``{"chunked_loss": "lm_head", "chunked_mlp": "layers.*.mlp", "micro_batches": 4}``.
+        recover: whether `Fitted.forward_backward` restores everything when memory runs out, switches to a tighter plan
+            and runs the batch once more. It then copies buffers, and gradients if there are any, to the host at each
+            call.
+        progress: called now and then with the number of things done and the number to do, or None.
 
     Returns:
-        A handle that prints what was predicted and measured; its `remove` restores the model.
+        A handle that prints predicted and measured figures; its `remove` restores the model.
 
     Raises:
-        BudgetError: no plan fits, or none that was run did.
-        ValueError: an argument has a value it cannot have.
+        BudgetError: no plan fits, or none stayed within the budget when it ran.
+        ValueError: an argument has an invalid value.
 
     >>> import torch, recollect
     >>> from torch.nn import GELU, Linear, Sequential

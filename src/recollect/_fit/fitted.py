@@ -25,12 +25,13 @@ _TIGHTER = 0.9
 
 
 class Fitted:
-    """A model that was made to fit; made by `recollect.fit`. Prints what was predicted beside what was measured.
+    """A fitted model, made by `recollect.fit`. Prints predicted next to measured figures.
 
     Attributes:
-        plans: of all batches that it was fitted with, the largest last, with the measured figures in their forecasts.
-        tries: how many plans were run until one was within the budget.
-        profile: of the plain step, that the plan was made of.
+        plans: one for each batch that it was fitted with, the largest last, with the measured figures in their
+            forecasts.
+        tries: how many plans ran until one stayed within the budget.
+        profile: the profile of the plain step that the plan was made from.
     """
 
     def __init__(
@@ -48,29 +49,30 @@ class Fitted:
 
     @property
     def plan(self) -> Plan:
-        """What the largest batch runs under."""
+        """The plan for the largest batch."""
         return self.plans[-1]
 
     @property
     def is_removed(self) -> bool:
-        """Whether it was undone."""
+        """Whether it has been undone."""
         return self._switch.is_removed
 
     def forward_backward(self, batch: Any) -> Tensor:
-        """Run forward and backward with a batch as `fit` was given one; gradients are added to those that there are.
+        """Run forward and backward on a batch of the kind that `fit` was given. Gradients accumulate.
 
-        If the plan has the lever ``"micro_batches"``, the batch runs in its parts. Optimizers are yours to step.
+        If the plan has the lever ``"micro_batches"``, the batch runs in parts. Stepping the optimizer is up to you.
 
-        If `fit` was told to recover, and memory runs out, then gradients, buffers and random generators are put back,
-        a tighter plan takes the place of this one, and the batch runs once more; the log says so.
+        If you called `fit` with ``recover=True`` and memory runs out, this restores gradients, buffers and random
+        generators, switches to a tighter plan, and runs the batch once more. The log says so.
 
         Returns:
             The loss, without a graph.
 
         Raises:
-            ValueError: `fit` was given `step`, which is yours to run; it was removed; or the batch cannot be cut.
-            torch.OutOfMemoryError: memory ran out, and nothing can be done: it did so twice, no plan is tighter, or an
-                optimizer has stepped in backward already.
+            ValueError: you called `fit` with a `step`, which is yours to run; the plan was removed; or the batch cannot
+                be split.
+            torch.OutOfMemoryError: memory ran out and recovery is impossible: it ran out twice, no plan is tighter, or
+                an optimizer has already stepped in backward.
 
         >>> import torch, recollect
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -139,7 +141,7 @@ class Fitted:
         self.plans = tuple(tighter if plan is now else plan for plan in self.plans)
 
     def remove(self) -> None:
-        """Take everything away: the model is as it was."""
+        """Restore the model."""
         self._switch.remove()
 
     def __enter__(self) -> Self:

@@ -30,32 +30,32 @@ def plan(
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Choose for every value of a step whether it is kept or recomputed, so that the step stays within a budget.
+    """Choose for every value of a step whether to keep or recompute it, so that the step stays within a budget.
 
     The first plan of a profile takes seconds; further budgets for the same profile object take milliseconds, and the
-    predicted time never rises with the budget. The profile is that of the plain step, real or dry.
+    predicted time never rises with the budget. The profile must be one of the plain step, real or dry.
 
     Args:
-        profile: of the step without any regions; see `recollect.profile`.
-        budget: the most that tensors may have of the device at any time of the whole step, parameters, gradients and
+        profile: a profile of the step without regions; see `recollect.profile`.
+        budget: the most device memory that tensors may hold at any time of the whole step, parameters, gradients and
             optimizer state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
             share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step. Or
-            another plan, for what it was asked for: so a plan that no longer fits its model is made anew.
-        tiers: where values may be sent, as far as the link carries them beside the computation: ``"host"`` memory,
-            ``"disk"``, or ``("host", "disk")`` for disk where the host is full. Whole modules send what they save;
-            regions send their inputs, what they keep, or single values of it. By default everything stays.
-        link_bytes_per_s: how fast that link is; by default measured, or for a device that is not here what PCIe of its
-            time gives.
+            another plan, to make it again with the same request when it no longer fits its model.
+        tiers: where values may be sent, as far as the link carries them alongside the computation: ``"host"`` memory,
+            ``"disk"``, or ``("host", "disk")`` for disk when the host is full. Whole modules send what they save;
+            regions send their inputs, what they keep, or some of what they keep. By default everything stays.
+        link_bytes_per_s: the speed of that link; by default measured, or, for a device you do not have, that of its
+            generation of PCIe.
         name: what reports call the plan; by default the model and the budget.
-        progress: called now and then with how many candidates were judged, and how many there are at least.
+        progress: called now and then with the number of candidates judged, and the least number there will be.
 
     Returns:
-        The plan, with what it promises; `recollect.apply` puts it on the model.
+        The plan, with its predictions; `recollect.apply` applies it to the model.
 
     Raises:
         BudgetError: no plan fits; it says what the smallest peak is, what sets it, and what would lower it.
-        ValueError: the budget or `tiers` cannot be read, or the profile is none of a plain step with a backward.
-        ImportError: scipy, with whose HiGHS plans are solved, cannot be imported.
+        ValueError: the budget or `tiers` cannot be read, or the profile is not one of a plain step with a backward.
+        ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
 
     >>> import torch, recollect
     >>> from torch.nn import GELU, Linear, Sequential

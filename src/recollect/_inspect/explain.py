@@ -28,19 +28,19 @@ from recollect._selective.unmatched import count_matches
 def explain(target: Callable[..., Any] | Applied) -> Explanation:
     """Say what a policy decided: which values are kept and which recomputed, by which rule, their bytes, how often.
 
-    It tells of calls that were made; run a step first. Operators that can only be run again (views, writes in place)
-    are left out.
+    It describes calls that were made, so run a step first. Operators that can only be run again (views, in-place
+    writes) are left out.
 
     Args:
-        target: a region, as `checkpoint` returned it; the module or function it was made of, under whatever policies
-            it ran; a model, for all the regions in it; or what `apply` returned.
+        target: a region, as `checkpoint` returned it; the module or function that it wraps, under all policies it ran
+            with; a model, for all its regions; or a handle from `apply`.
 
     Returns:
         An object that prints as a table, and that has `regions`, each with its `calls`, each with its `sites`.
 
     Raises:
-        ValueError: it is no region, and has none.
-        TypeError: it can be no region.
+        ValueError: the target is not a region and contains none.
+        TypeError: the target cannot be a region.
 
     >>> import torch, recollect
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Tanh())

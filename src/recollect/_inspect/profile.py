@@ -41,40 +41,40 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
 ) -> Profile:
     """Run a step and say where its memory and time go, operator by operator.
 
-    The step runs once while it is watched, and a few times more without, to be timed. Regions under policies are
-    watched once they have settled: the profile is that of any later step, and nothing that they learn stays. Afterwards
-    parameters, buffers, gradients, optimizers and random generators are bit for bit as they were, even if the step
-    fails; what the step writes into is copied to the host first. Hooks and the like that a model sets up in its first
-    forward stay, as an ordinary forward would leave them.
+    The step runs once while recollect watches it, and a few times more for timing. Regions under policies are watched
+    after they have settled: the profile is that of any later step, and nothing that they learn stays. Afterwards,
+    parameters, buffers, gradients, optimizers and random generators are restored bit for bit, even if the step fails;
+    memory that the step writes into is copied to the host first. Hooks and similar things that a model sets up in its
+    first forward stay, as after an ordinary forward.
 
-    A dry profile runs nothing: it follows the step on fake tensors, which need neither the memory nor the device, and
-    estimates. The model may be on ``meta``. If the step reads values it gets made-up ones, which is noted; a step
-    whose sizes depend on values cannot be followed.
+    A dry profile runs nothing: it traces the step on fake tensors, which need neither the memory nor the device, and
+    estimates. The model may be on ``meta``. If the step reads values, it gets made-up ones, which the profile notes; a
+    step whose sizes depend on values cannot be traced.
 
     Args:
-        step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed to one; a LightningModule
-            without ``forward`` has its ``training_step`` called. Or a function that runs a step itself: if it returns
-            a loss and has not run backward, that is run.
+        step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed; for a LightningModule
+            without ``forward``, ``training_step`` is called. Or a function that runs a step itself: if it returns a
+            loss and has not run backward, `profile` runs backward.
         inputs: positional arguments for it.
         kwargs: keyword arguments for it.
         loss: a function from the model's output to the loss.
-        optimizer: an instance or a class: its state is counted, and what its step would take. Without one, and if the
-            step calls none, its state is taken as 0.
+        optimizer: an instance or a class: its state is counted, and what its step would use. Without one, and if the
+            step calls none, its state counts as 0.
         dry: whether to use fake tensors.
-        device: what a dry profile estimates for: ``"cuda"``, or a name such as ``"H200"``; by default where the
-            model is.
-        dtype: in a dry profile, of all parameters and inputs that are floating-point; by default theirs.
+        device: the device that a dry profile estimates for: ``"cuda"``, or a name such as ``"H200"``; by default the
+            model's.
+        dtype: in a dry profile, the dtype of all floating-point parameters and inputs; by default their own.
         name: what reports call the profile; by default the name of the class or function.
-        timed: whether to run the step again for its time. Without it times are those of the watched step, which are
-            longer where the step waits for the host. For steps that must not run twice.
+        timed: whether to run the step again for timing. Without it, times are those of the watched step, which are
+            longer if the step waits for the host. Pass False for steps that must not run twice.
         progress: called now and then with the number of calls so far, and None.
 
     Returns:
         The step as data; `recollect.report` shows it.
 
     Raises:
-        ValueError: the model's output gives no loss; an option does not apply here; a real step is asked of a
-            model on ``meta``; or a dry one asks for values.
+        ValueError: the model's output gives no loss; an option does not apply here; the model of a real step is on
+            ``meta``; or a dry step asks for values.
         TypeError: the first argument, or `optimizer`, is something else.
 
     >>> import torch, recollect

@@ -113,10 +113,10 @@ def _by_storage(entries: Iterable[SavedEntry]) -> list[list[SavedEntry]]:
 def print_saved(loss: Any, *, top: int = 20) -> None:
     """Print which tensors the autograd graph behind a loss holds for backward.
 
-    Call it at any time between forward and backward; nothing has to be prepared. It reads the graph as it is: no
-    tensor is unpacked, copied or recomputed. Tensors that share a storage are one line and count once. Parameters and
-    other leaves that require grad are summed apart: they live with or without the graph. Of a region's forgotten
-    tensors, parameters among them, the number and what they would add up to are given.
+    Call it at any time between forward and backward, without preparation. It reads the graph as it is: no tensor is
+    unpacked, copied or recomputed. Tensors that share a storage are one line and count once. Parameters and other
+    leaves that require grad are summed separately: they live with or without the graph. For the dropped tensors of a
+    region, parameters among them, it prints their number and what they would add up to.
 
     Not seen: random states and buffer copies of regions, what their functions close over, and what C++ keeps in nodes
     that Python cannot look into, which are named.

@@ -38,28 +38,29 @@ def linear_cross_entropy(  # noqa: PLR0913 (those of cross_entropy)
     label_smoothing: float = 0.0,
     chunks: int | None = None,
 ) -> Tensor:
-    """Cross entropy of ``hidden @ weight.T + bias`` without ever holding all of these logits.
+    """Cross entropy of ``hidden @ weight.T + bias`` without ever holding all of its logits.
 
-    Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)``, up to rounding. Gradients are made in
-    forward, which takes the time of backward; there are no gradients of gradients.
+    Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)``, up to rounding. Forward already
+    computes the gradients, so the time of backward moves there; gradients of gradients are not available.
 
     Args:
-        hidden: what the last layer is given, ``[..., features]``.
-        weight: of the last layer, ``[classes, features]``.
+        hidden: the input of the last layer, ``[..., features]``.
+        weight: the last layer's weight, ``[classes, features]``.
         targets: class indices, of the shape of `hidden` without its last dimension.
-        bias: of the last layer.
+        bias: the last layer's bias.
         class_weight: as `weight` of ``cross_entropy``.
         ignore_index: rows with this target do not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: as of ``cross_entropy``.
-        chunks: into how many parts the rows are cut; by default so many that a part's logits are as large as `hidden`.
+        chunks: how many parts to cut the rows into; by default so many that the logits of a part are as large as
+            `hidden`.
 
     Returns:
         The loss in float32, or in float64 for float64.
 
     Raises:
-        ValueError: shapes do not go together, or an option has a value it cannot have.
-        TypeError: the targets are no class indices.
+        ValueError: shapes do not match, or an option has an invalid value.
+        TypeError: the targets are not class indices.
 
     >>> import torch, recollect
     >>> hidden, targets = torch.randn(32, 16, requires_grad=True), torch.randint(0, 1000, (32,))

@@ -19,18 +19,19 @@ class OffloadReport:
 
     Attributes:
         tier: where values go.
-        steps: how many there were so far.
-        values: sent in a step.
-        out_bytes: sent in a step, after compression.
-        back_bytes: fetched in a step.
-        stayed_bytes: that were asked for but stayed where they were, because they are needed at once, somebody else
-            holds them, or there was no room.
-        copy_s: that the copies took, both ways together; None if it was not measured.
-        stall_s: that the step waited for them; None if it was not measured.
-        forward_s: from the first saved value to the last, waiting left out: what recomputing all of it costs at most.
-        out_bytes_per_s: of the link, as measured.
-        back_bytes_per_s: of the link, as measured.
-        pinned_bytes: of host memory that the pool holds.
+        steps: how many steps there were so far.
+        values: number of values sent in a step.
+        out_bytes: bytes sent in a step, after compression.
+        back_bytes: bytes fetched in a step.
+        stayed_bytes: bytes that were to be sent but stayed, because they are needed at once, something else holds them,
+            or there was no room.
+        copy_s: time that the copies took, both ways together; None if not measured.
+        stall_s: time that the step waited for them; None if not measured.
+        forward_s: time from the first saved value to the last, without waiting: the most that recomputing everything
+            costs.
+        out_bytes_per_s: measured speed of the link to the tier.
+        back_bytes_per_s: measured speed of the link back.
+        pinned_bytes: host memory that the pool holds.
     """
 
     tier: str
@@ -48,7 +49,7 @@ class OffloadReport:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the copies' time, how much passed beside computation; None if it was not measured.
+        """The share of the copies' time that was hidden behind computation; None if not measured.
 
         >>> OffloadReport(tier="host", copy_s=0.2, stall_s=0.05).hidden_share
         0.75

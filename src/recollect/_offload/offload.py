@@ -36,13 +36,13 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Offload:
-    """Where saved values go while it is in force, and what became of them; made by `recollect.offload`.
+    """Sends saved values elsewhere while it is entered; made by `recollect.offload`.
 
-    A context manager that can be entered any number of times, one step after the other. It learns: from the first
-    steps, when forward makes each value and when backward needs it; after that it fetches ahead of time.
+    A context manager that you can enter any number of times, one step after another. In the first steps it learns when
+    forward makes each value and when backward needs it; after that it fetches values ahead of time.
 
     Attributes:
-        hooks: the pair that does it, as `torch.autograd.graph.saved_tensors_hooks` takes it.
+        hooks: the pair of hooks that does the work, in the form that `torch.autograd.graph.saved_tensors_hooks` takes.
     """
 
     __slots__ = ("_session", "hooks")
@@ -128,29 +128,30 @@ def offload(
 ) -> Offload:
     """Keep what is saved for backward in host memory or on disk, and have it back when backward needs it.
 
-    Put it around forward, or any part of it. Gradients are those of plain training. Copies run beside the computation.
-    The first steps are watched; from then on each value is fetched so that it arrives just before it is used. Values
-    that are needed at once stay; so do parameters, leaves, buffers and inputs.
+    Put it around forward, or any part of it. Gradients are those of plain training. Copies run alongside the
+    computation. recollect watches the first steps; from then on, each value arrives just before it is used. Values that
+    backward needs at once stay; so do parameters, leaves, buffers and inputs.
 
-    Called again at the same place, as in a training loop, it goes on with what it learnt there.
+    Called again at the same place, as in a training loop, it continues with what it learnt there.
 
     Args:
-        tier: ``"host"``: pinned memory. ``"disk"``: a file, removed at the end. ``("host", "disk")``: to disk what
-            finds no room in host memory. Or an object with the methods of `recollect.Tier`.
-        directory: of the file; None for a private one among the temporary files.
+        tier: ``"host"``: pinned memory. ``"disk"``: a file, removed at the end. ``("host", "disk")``: disk for what
+            does not fit in host memory. Or an object with the methods of `recollect.Tier`.
+        directory: where to put the file; None for a private directory among the temporary files.
         min_bytes: smaller values stay.
-        limit: most bytes on the tier (of several, on the first); what finds no room stays, after a warning.
-        in_flight: most bytes on their way at a time, out or back. They are on the device meanwhile.
+        limit: the most bytes on the tier (on the first, if there are several); values that do not fit stay, after a
+            warning.
+        in_flight: the most bytes in transit at a time, out or back. They stay on the device meanwhile.
         wait: whether the step may wait for the link. True sends everything, at the link's pace. False sends only what
             the link can carry away while forward computes: the step takes no longer.
-        compress: ``"bf16"`` or ``"fp8"`` rounds float32 values on their way. None loses nothing: masks travel as bits.
+        compress: ``"bf16"`` or ``"fp8"`` rounds float32 values on the way. None loses nothing; masks travel as bits.
 
     Returns:
-        A context manager, whose `report()` tells what it did.
+        A context manager; its `report()` says what it did.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
-        TypeError: the tier is none.
+        ValueError: an option has an invalid value.
+        TypeError: `tier` is not a tier.
 
     >>> import torch, recollect
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))

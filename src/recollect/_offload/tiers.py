@@ -15,10 +15,10 @@ from recollect._offload.pinned import Buffer, PinnedPool
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place for bytes, slower and larger than the one they come from.
+    """A place for bytes, slower and larger than where they come from.
 
-    Called by worker threads, several at a time. What it raises reaches the user as `recollect.OffloadError`, with the
-    name of the tensor and of the tier; only `recollect.TierFullError` means that the value stays where it is.
+    Several worker threads call it at the same time. Its exceptions reach the user as `recollect.OffloadError`, with the
+    names of the tensor and the tier; only `recollect.TierFullError` means that the value stays where it is.
 
     Attributes:
         name: for errors and reports.
@@ -27,13 +27,13 @@ class Tier(Protocol):
     name: str
 
     def write(self, data: Tensor) -> Any:
-        """Keep a flat host tensor of bytes, which is not changed meanwhile; gives a key to it."""
+        """Store a flat host tensor of bytes, which does not change meanwhile, and return a key for it."""
 
     def read(self, key: Any, into: Tensor) -> None:
         """Fill a flat host tensor with the bytes behind a key."""
 
     def free(self, key: Any) -> None:
-        """Forget the bytes behind a key. Must not block: it is called where graphs die."""
+        """Delete the bytes behind a key. Must not block: it is called where graphs are freed."""
 
     def close(self) -> None:
         """Let go of everything; once is enough."""

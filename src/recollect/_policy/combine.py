@@ -192,13 +192,13 @@ class Strictly(Combination):
 
 
 def first_match(*policies: PolicyLike) -> Policy:
-    """Ask one policy after the other; the first that has something to say of a site decides.
+    """Ask one policy after another; the first that decides about a site wins.
 
     Args:
-        policies: policies of the catalogue; functions and decisions, which answer for every site, may stand last.
+        policies: policies of the catalogue. Functions and decisions, which decide about every site, may only come last.
 
     Raises:
-        ValueError: none is given, or one can never be reached because the one before it answers for every site.
+        ValueError: none is given, or one can never be reached because the one before it decides about every site.
         TypeError: one is not a policy.
 
     >>> from recollect import policies
@@ -223,7 +223,7 @@ def first_match(*policies: PolicyLike) -> Policy:
 
 
 def otherwise(policy: PolicyLike) -> Policy:
-    """Answer for every site, to stand last in `first_match`: by a decision, or by a policy and recomputation.
+    """Decide about every site, last in `first_match`: by a decision, or by a policy and recomputation.
 
     Raises:
         TypeError: it is neither.
@@ -238,15 +238,15 @@ def otherwise(policy: PolicyLike) -> Policy:
 
 
 def per_region(policies: Mapping[str, PolicyLike]) -> Policy:
-    """Use one policy here and another there, by the region's name.
+    """Pick a policy by the region's name.
 
     Args:
-        policies: patterns over names of regions, as in `save_modules`, and the policy for each. The first pattern that
+        policies: a mapping from patterns over region names, as in `save_modules`, to policies. The first pattern that
             matches counts; a region that none matches is left to other policies, or recomputed.
 
     Raises:
         ValueError: none is given, or a pattern is empty or not a regular expression.
-        TypeError: the argument is no mapping, or one value no policy.
+        TypeError: the argument is not a mapping, or one value is not a policy.
 
     >>> from recollect import policies
     >>> policies.per_region({"layers.[0-3]": policies.save_all, "layers.*": policies.save_matmuls})
@@ -265,7 +265,7 @@ def per_region(policies: Mapping[str, PolicyLike]) -> Policy:
 
 
 def strictly(policy: PolicyLike) -> Policy:
-    """Keep only what a policy says: routing results and activation collectives, too, are then recomputed.
+    """Keep only what a policy says: recompute routing results and activation collectives too.
 
     Raises:
         TypeError: it is not a policy.

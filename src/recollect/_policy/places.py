@@ -104,7 +104,7 @@ def _describe_unmatched(pattern: str | type[nn.Module], paths: dict[str, Any]) -
 
 
 def save_names(*names: str) -> Policy:
-    """Save what was given a name: blocks by `recollect.region`, single values by `recollect.name`.
+    """Save what you have named: blocks by `recollect.region`, single values by `recollect.name`.
 
     Args:
         names: names, or patterns over them as in `save_modules`.
@@ -126,7 +126,7 @@ def save_names(*names: str) -> Policy:
 
 
 def save_modules(*patterns: str | type[nn.Module]) -> Policy:
-    """Save what certain modules give: their calls are not run again.
+    """Save the results of modules, so that their calls are not run again.
 
     Args:
         patterns: paths as seen from the region's own module, in which ``*`` stands for anything within one dotted part

@@ -228,16 +228,17 @@ save_collectives = SaveMarked("save_collectives", "is_collective")
 
 
 def save_ops(*ops: OpLike) -> Policy:
-    """Save what certain operators make.
+    """Save the results of operators.
 
     Args:
         ops: overloads (``torch.ops.aten.mm.default``) or their names (``"aten.mm.default"``, ``"aten::mm.default"``),
-            higher-order operators or theirs (``"flex_attention"``), operators made by `torch.library.custom_op`, and
-            subclasses of `torch.autograd.Function`, which are kept as one operator where they are called through
-            their class (``MyFunction.apply(x)``, not an ``apply`` taken from it before).
+            higher-order operators or their names (``"flex_attention"``), operators made by `torch.library.custom_op`,
+            and subclasses of `torch.autograd.Function`, which count as one operator if they are called through their
+            class (``MyFunction.apply(x)``, not an ``apply`` taken from it before).
 
     Raises:
-        ValueError: none is given, or a name is that of no operator or of several overloads; it says which are near.
+        ValueError: none is given, or a name belongs to no operator or to several overloads; the error lists similar
+            names.
         TypeError: one is no operator.
 
     >>> import torch
@@ -259,9 +260,9 @@ def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int, *, start:
     """Save every n-th call of an operator in its region: the first, the one n later, and so on.
 
     Args:
-        op: an operator as in `save_ops`, or several of them, of which each has its own count.
+        op: an operator as in `save_ops`, or several, each with its own count.
         n: at least 1, which saves every call.
-        start: the call that is saved first, counted from 0.
+        start: the first call to save, counted from 0.
 
     Raises:
         ValueError: `n` is not a whole number of at least 1 or `start` one of at least 0, or the operator has no such
@@ -288,13 +289,13 @@ def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int, *, start:
 
 
 def save_larger_than(size: int | str) -> Policy:
-    """Save values of more than so many bytes.
+    """Save values larger than a number of bytes.
 
     Args:
         size: in bytes, or as text with a decimal or binary unit: ``"512 KB"``, ``"1MiB"``, ``"2.5GB"``.
 
     Raises:
-        ValueError: the text has no such form, or the number is negative.
+        ValueError: the text is not a size, or the number is negative.
         TypeError: it is neither a whole number nor text.
 
     >>> from recollect import policies

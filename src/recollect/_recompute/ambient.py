@@ -26,12 +26,12 @@ _registered: Registry[Capture] = Registry()
 
 
 def register_ambient(capture: Capture) -> Registration:
-    """Carry a state of your own from forward to recomputation, in every region of the process.
+    """Carry your own global state from forward to recomputation, in every region of the process.
 
-    `capture` is called when a region is entered. It answers None if there is nothing to carry, else a function that
-    is called at each recomputation and gives the context manager to recompute under. Use it for globals that decide
-    what your modules compute: a precision recipe, a routing switch, the current task. Context variables
-    (`contextvars`) are carried without this.
+    `capture` is called when a region is entered. It returns None if there is nothing to carry, or else a function that
+    is called at each recomputation and returns the context manager to recompute under. Use it for globals that decide
+    what your modules compute: a precision recipe, a routing switch, the current task. Context variables (`contextvars`)
+    are carried automatically.
 
     Args:
         capture: reads the state; must be cheap, it runs once per region call.

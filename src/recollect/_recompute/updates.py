@@ -41,9 +41,9 @@ _WRITE_ONLY: dict[type, frozenset[str]] = {
 def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     """Say which attributes a module updates in its own forward, so that recomputation does not update them again.
 
-    Recomputation starts from the values at entry of the region and its own updates are thrown away. Buffers need no
-    registration if the class updates them at its first call or never; those it updates only now and then (every n-th
-    step) and Python attributes (a counter, a list of losses) do.
+    Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
+    need no registration if the class updates them at its first call or never. Register buffers that it updates only now
+    and then (every n-th step), and Python attributes (a counter, a list of losses).
 
     Args:
         module_class: the class, subclasses included.

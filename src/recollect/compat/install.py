@@ -80,10 +80,10 @@ def install() -> Installation:
     """Make code that calls ``torch.utils.checkpoint`` use this library's engine, unedited.
 
     Functions are replaced in ``torch.utils.checkpoint``, in torch's module wrappers and its composable API, and
-    wherever a library or a model holds them already. What is wrapped while it is installed stays wrapped by ours. Code
-    that is imported later finds ours, too. It imports torch's compiler, which takes about two seconds.
+    wherever a library or a model already holds them. Modules wrapped while it is installed keep our wrappers. Code
+    imported later finds ours too. It imports torch's compiler, which takes about two seconds.
 
-    Call it before training starts: a forward that ran on torch's engine is finished by torch's.
+    Call it before training starts: if a forward ran on torch's engine, torch's engine also finishes it.
 
     Returns:
         An object that undoes it at the end of a ``with`` block; `uninstall` does so anywhere.
@@ -106,7 +106,7 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Undo `install`: torch's own functions are back wherever ours stood. Where nothing is installed, nothing happens.
+    """Undo `install`: put torch's own functions back everywhere. If nothing is installed, nothing happens.
 
     >>> import recollect.compat
     >>> installation = recollect.compat.install()

@@ -1,1 +1,1 @@
-"""What other training tools need from us beyond a region; import the one you use, none is loaded with `recollect`."""
+"""Integrations with training tools. Import the one you use; `import recollect` loads none of them."""

@@ -1,8 +1,8 @@
 """Accelerate: regions as one of its hooks. Tested with accelerate 1.15.
 
-`recollect.apply` before or after ``accelerator.prepare`` does the same. This is for code that keeps all changes to a
-model in hooks. If an FSDP plugin has ``activation_checkpointing=True``, `recollect.compat.install` puts this engine
-under it.
+Calling `recollect.apply` before or after ``accelerator.prepare`` does the same. Use the hook if your code keeps all
+changes to a model in hooks. If an FSDP plugin has ``activation_checkpointing=True``, `recollect.compat.install` runs it
+on this engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecollectHook(ModelHook):
         first: as for `recollect.apply`.
 
     Attributes:
-        handle: what `recollect.apply` returned, while the hook is on a model.
+        handle: the handle from `recollect.apply`, while the hook is on a model.
 
     >>> import torch
     >>> from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -62,12 +62,12 @@ class RecollectHook(ModelHook):
         self.handle: Applied | None = None
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when it is put on a model."""
+        """Called when the hook is added to a model."""
         self.handle = apply(module, **self._options)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when it is taken off the model."""
+        """Called when the hook is removed from the model."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None

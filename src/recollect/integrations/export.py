@@ -1,7 +1,7 @@
 """Regions in programs of `torch.export`.
 
-An exported program keeps its regions: compiled, it recomputes as the model did. `torch.export.save` writes them, and
-`restore_regions` puts them in force again after `torch.export.load`.
+An exported program keeps its regions: compiled, it recomputes like the model. `torch.export.save` writes them, and
+`restore_regions` restores them after `torch.export.load`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ __all__ = ["restore_regions"]
 
 
 def restore_regions(program: ExportedProgram) -> list[str]:
-    """Put the regions of a loaded program in force again, each with what its policy decided.
+    """Restore the regions of a loaded program, each with what its policy decided.
 
-    They act where the program is compiled (``torch.compile(program.module())``); run as it is, it recomputes nothing.
+    They act when the program is compiled (``torch.compile(program.module())``); run uncompiled, it recomputes nothing.
 
     Args:
-        program: as `torch.export.load` gives it; it is changed.
+        program: the program from `torch.export.load`; it is changed in place.
 
     Returns:
-        The names of the regions, in order; none for a program that was exported without any.
+        The names of the regions, in order; an empty list for a program exported without any.
 
     >>> import io, torch, recollect
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())

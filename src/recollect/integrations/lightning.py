@@ -1,4 +1,4 @@
-"""Lightning: a callback that makes parts of a module regions while a fit runs. Tested with lightning 2.6."""
+"""Lightning: a callback that turns parts of a module into regions during a fit. Tested with lightning 2.6."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ else:
 class RecollectCallback(Callback):
     """For ``Trainer(callbacks=[...])``: `recollect.apply` when a fit begins, undone when it ends or fails.
 
-    Any strategy: the regions are made after the strategy has wrapped the model, and checkpoints do not show them.
+    It works with any strategy: the regions are made after the strategy has wrapped the model, and checkpoints do not
+    show them.
 
     Args:
-        rules: as for `recollect.apply`, a plan too; by default the repeated blocks are recomputed.
+        rules: as for `recollect.apply`, including plans; by default the repeated blocks are recomputed.
         policy: as for `recollect.apply`.
         every: as for `recollect.apply`.
         first: as for `recollect.apply`.
 
     Attributes:
-        handle: what `recollect.apply` returned, during a fit.
+        handle: the handle from `recollect.apply`, during a fit.
 
     >>> from recollect.integrations.lightning import RecollectCallback
     >>> callback = RecollectCallback({"net.layers.*": "selective"})

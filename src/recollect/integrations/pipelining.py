@@ -1,11 +1,11 @@
 """One recomputation per micro-batch where a pipeline schedule splits backward: `torch.distributed.pipelining`.
 
-A zero-bubble schedule runs a micro-batch's backward in two halves, first the gradients of a stage's inputs, then, with
-other micro-batches in between, those of its weights, by one call of autograd for each group of weights. A region
-gives right gradients under all of that, but recomputes for the first half and for every call of the second one.
+A zero-bubble schedule splits a micro-batch's backward into two halves: first the gradients of a stage's inputs, then,
+with other micro-batches in between, those of its weights, with one call of autograd for each group of weights. A region
+is correct under all of that, but would recompute for the first half and for every call of the second.
 
-Stages that torch traces (`torch.distributed.pipelining.pipeline`) hold operators and no regions: `recollect.apply` goes
-to their ``submod``, after they are built.
+Stages that torch traces (`torch.distributed.pipelining.pipeline`) hold operators and no regions: call `recollect.apply`
+on their ``submod``, after they are built.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from recollect._recompute.group import Sharing, current_sharing
 def share_recomputation(stage_or_schedule: Any) -> SharedRecomputation:
     """Let the two halves of a split backward share one recomputation of each region.
 
-    Call it once, when the stages are built. A value that both halves need, or only the second one, lives from the
-    first half to the second; all others go as they are used. A schedule or micro-batch that does not split its
-    backward goes on as it is, and so does a stage with a `dw_builder` of its own. Inside a `GraphExecGroup` of yours
-    that group holds.
+    Call it once, when the stages are built. A value that both halves need, or only the second, lives from the first
+    half to the second; all others are freed as they are used. A schedule or micro-batch that does not split its
+    backward is unaffected, and so is a stage with its own `dw_builder`. Inside your own `GraphExecGroup`, that group
+    decides.
 
-    Values whose second half never comes go when the step fails, when the next one begins, with the stage, and at
-    `remove`. That a step fails is seen in the stage's own backward, and in all of the step if given the schedule.
+    If the second half never comes, its values are freed when the step fails, when the next one begins, with the stage,
+    or at `remove`. Given a stage, a failure is noticed in the stage's own backward; given the schedule, anywhere in the
+    step.
 
     Args:
         stage_or_schedule: a pipeline stage (of either frontend), or a schedule for all of its stages on this rank.
@@ -36,7 +37,7 @@ def share_recomputation(stage_or_schedule: Any) -> SharedRecomputation:
         A handle whose `remove` ends it.
 
     Raises:
-        TypeError: it is neither a stage nor a schedule.
+        TypeError: the argument is neither a stage nor a schedule.
         ValueError: a stage shares already.
 
     >>> import torch, recollect

@@ -48,30 +48,32 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     tiers: str | Sequence[str] | None = None,
 ) -> Applied:
-    """Make a model of Transformers forget its activations, in place of ``model.gradient_checkpointing_enable()``.
+    """Make a Transformers model recompute its layers; use it instead of ``gradient_checkpointing_enable()``.
 
-    If that switch is on, it is turned off. While the model trains, it fills no cache of keys and values. PEFT may wrap
-    the model before or after; embeddings need not require grad for that.
+    If that switch is on, it is turned off. While the model trains, it fills no key/value cache. You can wrap the model
+    with PEFT before or after; its embeddings need not require grad.
 
     Args:
-        model: a model of Transformers, or one that wraps it: PEFT, DDP, FSDP, torch.compile.
+        model: a Transformers model, or one that holds or wraps it: PEFT, DDP, FSDP, torch.compile, a module of your
+            own.
         rules: as for `recollect.apply`; by default all layers are recomputed.
         policy: as for `recollect.apply`.
         every: as for `recollect.apply`.
         first: as for `recollect.apply`.
-        budget: in place of rules, the most memory a step may take, as for `recollect.plan`: ``"40GiB"``, ``"80%"``. The
-            step is followed on fake tensors first; of a sharded model it is run. Several processes share one plan, so
-            all of them must call this.
-        inputs: for a budget, a batch: what the model is called with, labels included.
-        optimizer: for a budget, whose state counts too: an optimizer, or its class.
+        budget: instead of rules, the most memory a step may use, as for `recollect.plan`: ``"40GiB"``, ``"80%"``. The
+            step is traced on fake tensors first; for a sharded model it runs. Several processes share one plan, so all
+            of them must call this.
+        inputs: for a budget, a batch: the keyword arguments that the model is called with, labels included.
+        optimizer: for a budget, an optimizer or its class; its state counts too.
         tiers: for a budget, where values may be sent, as for `recollect.plan`: ``"host"``, ``"disk"``.
 
     Returns:
-        A handle, which prints what was applied where; its `remove` restores the model.
+        A handle that prints what was applied where; its `remove` restores the model.
 
     Raises:
-        TypeError: the model is not one of Transformers, or the batch is not a mapping.
-        ValueError: a budget is given without inputs, or along with rules; or what only a budget needs, without one.
+        TypeError: the model is not a Transformers model and holds none, or the batch is not a mapping.
+        ValueError: a budget is given without inputs, or together with rules; or an option that only a budget needs is
+            given without one.
         BudgetError: no plan fits the budget.
 
     >>> import torch, transformers
@@ -158,19 +160,19 @@ class RecollectCallback(TrainerCallback):
     """For ``Trainer(callbacks=[...])``, and TRL's trainers: `enable` when training begins, undone when it ends.
 
     Leave ``gradient_checkpointing`` out of the training arguments; if it is on, the callback turns it off. If training
-    ends with an exception, `recollect.remove` restores the model.
+    ends with an exception, call `recollect.remove(model)` to restore the model.
 
     Args:
-        rules: as for `enable`, and so are the following.
+        rules: as for `enable`.
         policy: as for `enable`.
         every: as for `enable`.
         first: as for `enable`.
         budget: as for `enable`; the state of the trainer's optimizer counts.
-        inputs: for a budget, a batch; by default the largest of the first 64 of the training data.
+        inputs: for a budget, a batch; by default the largest of the first 64 batches of the training data.
         tiers: as for `enable`.
 
     Attributes:
-        handle: what `enable` returned, while it trains.
+        handle: the handle from `enable`, while the model trains.
 
     >>> from recollect.integrations.transformers import RecollectCallback
     >>> callback = RecollectCallback(policy="selective")

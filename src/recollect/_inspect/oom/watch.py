@@ -40,21 +40,21 @@ class _Stream(Protocol):
 
 
 class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
-    """Say, when memory runs out, what was alive by module and line, where it ran out, and what would have made room.
+    """When memory runs out, report what was in memory by module and line, and what would have made room.
 
-    Around a step or a whole training loop, as a decorator of a function, or once at the start of a script by
-    `install`, for what no one catches. The exception goes on to whoever catches it, the same object; nothing is kept
-    alive. Other exceptions are not touched. It serves devices' allocators and the host's (`MemoryError` and torch's
-    own), and needs no device memory. If the report fails, that is logged under ``recollect``.
+    Use it around a step or a whole training loop, as a decorator, or once at the start of a script through `install`,
+    for exceptions that nobody catches. The exception still reaches whoever catches it, as the same object; nothing is
+    kept alive. Other exceptions pass untouched. It covers the devices' allocators and the host's (`MemoryError` and
+    torch's own), and needs no device memory. If the report itself fails, that is logged under ``recollect``.
 
-    While nothing fails it notes each call of a module, about 2 µs each, on all threads; inside code of torch.compile
-    nothing. Host memory for that is bounded (about 13 MB in long steps). When memory runs out it takes up to
-    some seconds to look around.
+    While nothing fails, it notes each call of a module, about 2 µs each, on all threads; inside code of torch.compile
+    nothing. Host memory for that is bounded (about 13 MB in long steps). When memory runs out, the report takes up to a
+    few seconds.
 
     Args:
         misplaced: nothing belongs here.
-        to: a stream to write to (by default ``sys.stderr``), or a function that is given the `OomReport`.
-        top: how many rows to print of what is held for backward.
+        to: a stream to write to (by default ``sys.stderr``), or a function that receives the `OomReport`.
+        top: how many rows to print of the tensors held for backward.
 
     Raises:
         TypeError: `to` is neither, or is not given by name.
@@ -148,7 +148,7 @@ class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
         return watched
 
     def install(self) -> Self:
-        """Watch from now on, and report what no one catches: after its traceback, as Python ends or a thread does.
+        """Watch from now on, and report exceptions that nobody catches, after their traceback.
 
         For a script, once at its start. Notebooks catch everything themselves: use ``with`` there.
 
