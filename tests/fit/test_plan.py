@@ -99,6 +99,27 @@ def test_predicted_peaks_are_exact_where_regions_replay() -> None:
             assert recollect.profile(model, *inputs).peak_bytes == plan.peak_bytes
 
 
+def test_where_the_loss_head_takes_most_blocks_forget_what_they_were_given() -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(dropout=0.0), torch.randint(0, 32, (8, 32))
+    model.head = nn.Sequential(nn.Linear(16, 2048), nn.Softplus())  # type: ignore[assignment]
+    seen = take(model, ids)
+    plan = recollect.plan(seen, budget="min")
+    assert [region.linked_to for region in plan.regions if region.path.startswith("layers.")] == [
+        "",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+    assert plan.forecast is not None
+    block_input = ids.numel() * 16 * 4
+    assert plan.peak_bytes <= min(point.peak_bytes for point in plan.forecast.policies) - 3 * block_input
+    expected = gradients(model, (ids,))
+    with recollect.apply(model, Plan.from_json(plan.to_json())):
+        assert all(are_equal(gradients(model, (ids,)), expected) for _ in range(3))
+        assert recollect.profile(model, ids).peak_bytes == plan.peak_bytes
+
+
 def test_budgets_are_kept_and_time_never_rises_with_them(case: tuple[nn.Module, tuple[Tensor, ...], Profile]) -> None:
     _, _, seen = case
     floor = recollect.plan(seen, budget="min").peak_bytes

@@ -135,8 +135,11 @@ def describe_way(region: PlannedRegion) -> str:
 
     >>> describe_way(PlannedRegion(path="layers.0", kind="Block", way="serve", tier="host"))
     'serve from host'
+    >>> describe_way(PlannedRegion(path="layers.1", kind="Block", way="rerun", linked_to="layers.0"))
+    'rerun, linked'
     """
-    return f"{region.way} from {region.tier}" if region.tier else region.way
+    way = f"{region.way} from {region.tier}" if region.tier else region.way
+    return f"{way}, linked" if region.linked_to else way
 
 
 def _count(regions: Sequence[PlannedRegion]) -> str:

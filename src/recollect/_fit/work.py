@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from recollect._apply.options import has_peers
 from recollect._core.profiles import Clock, Profile
 from recollect._fit.overheads import measured_overheads
 from recollect._fit.standard import list_standard
@@ -76,6 +77,7 @@ def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
         if link_bytes_per_s is None:
             problem = Problem(profile)
             problem.overheads = _find_overheads(problem)
+            problem.may_link = problem.may_link and not has_peers()
             work = Work(problem)
         else:
             here = work_for(profile, None)

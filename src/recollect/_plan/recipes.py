@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from recollect._core.timetables import IN_FLIGHT_BYTES
+from recollect._plan.links import find_linkable
 from recollect._plan.options import PLAIN, Option, Weighed, move, place_of, weigh, without_worse
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal
@@ -30,6 +32,8 @@ _SENT_SHARES = (0.34, 0.67, 1.0)
 _LITTLE_FOLLOWING = (None, Way.RERUN)
 _LINK_SHARES = (0.7, 0.9, 1.0, 1.1)  # of its speed, for what replays send: other modules run beside them
 _MOST_SENT = 12  # values of a run
+_RUNS_AGAIN = (Way.RERUN, Way.SERVE, Way.REPLAY)
+_ROWS = (2, 4, 8)  # of linked segments: made again at once, and so not many
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
 
 
@@ -76,10 +80,7 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
     last = chain[-1]
     start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
     rest = plain.most_bytes(last.runs[-1].stop, start)
-    high, low = plain.peak_bytes, 0
-    for _ in range(_NARROWINGS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if choose_options(options, rest, middle) is not None else (middle, high)
+    high = _find_smallest(options, rest, plain.peak_bytes)
     for sent, extra in ((frozenset[int](), ()), *_choose_sent(problem, chain)):
         away = {at: weigh(problem, chain[at], Option(way=Way.OFFLOAD), plain) for at in sent}
         mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
@@ -93,10 +94,26 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
         lowest = max(0, high - sent_bytes)
         budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
         yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts)
+    followed = _follow_fewer(problem, chain, options) or options
+    for size in _ROWS if problem.may_link else ():
+        linked = _link(problem, chain, followed, size)
+        lowest = _find_smallest(linked, rest, high)
+        if lowest < high:
+            budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
+            yield Recipe(chain=chain, options=linked, rest_bytes=rest, budgets=budgets, parts=parts)
 
 
 def _spread(low: int, high: int, steps: int) -> tuple[int, ...]:
     return tuple(low + (high - low) * number // steps for number in range(steps + 1))
+
+
+def _find_smallest(options: Sequence[Sequence[Weighed]], rest_bytes: int, high: int) -> int:
+    """The fewest bytes that something is found for, nearly; `high` are enough."""
+    low = 0
+    for _ in range(_NARROWINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if choose_options(options, rest_bytes, middle) is not None else (middle, high)
+    return high
 
 
 def list_away(problem: Problem, chain: Sequence[Segment]) -> Iterator[list[tuple[Segment, Option]]]:
@@ -156,6 +173,38 @@ def _list_sending(
 def _count_sent(problem: Problem, segment: Segment, option: Option) -> int:
     treated = option.treat(problem, segment)
     return sum(problem.sizes[storage] for _, treatment in treated for storage in treatment.sent)
+
+
+def _link(
+    problem: Problem, chain: Sequence[Segment], options: Sequence[list[Weighed]], row: int
+) -> list[list[Weighed]]:
+    """The options, and the same linked to the segment before, in rows of so many: what a row has is made at once."""
+    found, length, together = [list(options[0])], 0, 0
+    for (before, segment), own in zip(itertools.pairwise(chain), options[1:], strict=True):
+        giver, taker = before.runs[0], segment.runs[0]
+        storages = find_linkable(problem, giver, taker) if len(before.runs) == len(segment.runs) == 1 else ()
+        length = (length + 1) % row if storages else 0
+        if not length:
+            together = 0
+            found.append(own)
+            continue
+        freed = sum(problem.sizes[storage] for storage in storages)
+        stop = max(giver.makes[storage][-1] + 1 for storage in storages)
+        again_s = sum(problem.prices.again_s(call) for call in range(giver.last_needed, stop))
+        together += sum(problem.sizes[storage] for storage in giver.needs if problem.is_evictable(storage, giver))
+        linked = [
+            replace(
+                one,
+                option=replace(one.option, is_linked=True),
+                freed_bytes=one.freed_bytes + freed,
+                backward_bytes=one.backward_bytes + together,
+                again_s=one.again_s + again_s,
+            )
+            for one in own
+            if one.option.way in _RUNS_AGAIN and not one.option.sends
+        ]
+        found.append([*own, *linked])
+    return found
 
 
 def _take_apart(parts: dict[str, Segment], segment: Segment, option: Option) -> list[tuple[Segment, Option]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from recollect._core.timetables import SeenValue
 from recollect._plan.journeys import find_absences
+from recollect._plan.links import find_begin, find_given, find_links
 from recollect._plan.occupancy import Order
 from recollect._plan.passing import find_passes
 from recollect._plan.prices import Added, Pace
@@ -25,10 +26,10 @@ from recollect._plan.treatments import (
     Treatment,
     Way,
     count_host,
-    find_first_asked,
     find_held,
     find_recomputed,
     find_sent,
+    find_stop,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +99,12 @@ class _Stage:
         self._problem = problem
         self._chosen = chosen
         inserted: dict[int, list[tuple[int, int]]] = {}
-        found = [(run, treatment, find_recomputed(problem, run, treatment)) for run, treatment in chosen]
+        self._links = find_links(problem, chosen)
+        self._given = find_given(problem, chosen, self._links)
+        found = [
+            (run, treatment, find_recomputed(problem, run, treatment, self._given.get(index)))
+            for index, (run, treatment) in enumerate(chosen)
+        ]
         for index, (_, _, again) in enumerate(found):
             for moment, calls in again:
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
@@ -115,6 +121,9 @@ class _Stage:
             for one in _list_ends(problem, run) if treatment.way is not Way.OFFLOAD else ():
                 if one.storage not in treatment.kept:
                     ends[one.storage] = max(self._at[one.used] + 1, self._before[one.moment])
+        for link in self._links.values():
+            giver, _ = self._chosen[link.giver]
+            ends.update((at, self._at[problem.let_go(at, giver) - 1] + 1) for at in link.storages)
         self._follow(ends, copies)
         waits_s = self._send_away(ends, copies)
         added = Added(
@@ -243,21 +252,23 @@ class _Stage:
         made = self._run_again(ends, copies)
         last = {index: step for step, index in self._owners.items()}
         problem = self._problem
-        for run, treatment in self._chosen:
+        for index, (run, treatment) in enumerate(self._chosen):
             if treatment.way is Way.REPLAY:
-                begin = self._before[find_first_asked(problem, run, treatment)]
-                for storage in run.read_outside:
+                begin = self._before[find_begin(problem, run, treatment, self._given.get(index))]
+                for storage in run.read_outside - self._forgotten(index):
                     self._hold(ends, storage, begin)
         for index, step in last.items():
             run, treatment = self._chosen[index]
             if treatment.way is not Way.REPLAY:
-                served = (at for at in treatment.kept if run.makes[at][0] < run.last_needed)
-                for storage in (*run.read_outside, *served):
+                stop = find_stop(run, self._given.get(index))
+                served = (at for at in treatment.kept if run.makes[at][0] < stop)
+                for storage in (*(run.read_outside - self._forgotten(index)), *served):
                     self._hold(ends, storage, step + 1)
+        taken = self._find_taken(last)
         for (index, storage), (first, used) in made.items():
             run, treatment = self._chosen[index]
             end = problem.spans[storage][1]
-            stop = used + 1
+            stop = max(used + 1, taken.get(storage, 0))
             if storage in run.needs and end is not None:
                 stop = max(stop, self._before[end])
             elif treatment.way is not Way.REPLAY and end is not None and end <= run.stop:
@@ -269,12 +280,12 @@ class _Stage:
         problem = self._problem
         made: dict[tuple[int, int], list[int]] = {}
         for step, index in self._owners.items():
-            call, (_, treatment) = self._steps[step], self._chosen[index]
+            call, (_, treatment), forgotten = self._steps[step], self._chosen[index], self._forgotten(index)
             for storage in problem.reads[call]:
                 copy = made.get((index, storage))
                 if copy is not None:
                     copy[1] = step
-                else:
+                elif storage not in forgotten:
                     self._hold(ends, storage, step + 1)
             for storage in problem.makes[call]:
                 if storage not in treatment.kept:
@@ -282,6 +293,29 @@ class _Stage:
                 elif problem.sizes[storage]:
                     copies.append((step, step + 1, problem.sizes[storage]))  # a second one, dropped at once
         return made
+
+    def _forgotten(self, index: int) -> frozenset[int]:
+        """What a chosen run forgets of what it was given."""
+        link = self._links.get(index)
+        return frozenset() if link is None else link.storages
+
+    def _find_taken(self, last: dict[int, int]) -> dict[int, int]:
+        """For what is given again, the step before which the one that takes it is done with it."""
+        problem = self._problem
+        found: dict[int, int] = {}
+        if not self._links:
+            return found
+        for step, index in self._owners.items():
+            for storage in self._forgotten(index).intersection(problem.reads[self._steps[step]]):
+                found[storage] = step + 1
+        for index, link in self._links.items():
+            run, treatment = self._chosen[index]
+            done = last.get(index, -1) + 1 if treatment.way is not Way.REPLAY else 0
+            for storage in link.storages:
+                savers = (by for by in problem.saved_by.get(storage, ()) if run.first <= by < run.stop)
+                used = (self._before[problem.released[by]] for by in savers if by in problem.released)
+                found[storage] = max([found.get(storage, 0), done, *used])
+        return found
 
     def _hold(self, ends: dict[int, int], storage: int, step: int) -> None:
         """Hold the first copy of a storage at least until a step."""

@@ -32,12 +32,14 @@ class Treatment:
         kept: the storages that are kept, of those made in it.
         is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere; not for replay.
         sent: for replay, the kept storages that wait elsewhere.
+        is_linked: whether it forgets what the region before it gave it, which runs again for that.
     """
 
     way: Way
     kept: frozenset[int] = frozenset()
     is_away: bool = False
     sent: frozenset[int] = frozenset()
+    is_linked: bool = False
 
     @property
     def sends(self) -> bool:
@@ -45,16 +47,40 @@ class Treatment:
         return self.is_away or bool(self.sent) or self.way is Way.OFFLOAD
 
 
-def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tuple[int, list[int]]]:
-    """The forward calls that run again, by the backward call that they run before."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a region makes again for the one after it, which forgot it.
+
+    Attributes:
+        moment: the backward call before which it is asked for.
+        storages: what.
+    """
+
+    moment: int
+    storages: frozenset[int]
+
+
+def find_recomputed(
+    problem: Problem, run: Run, treatment: Treatment, given: Given | None = None
+) -> list[tuple[int, list[int]]]:
+    """The forward calls that run again, by the backward call that they run before.
+
+    Args:
+        problem: the step.
+        run: which.
+        treatment: what becomes of it.
+        given: what the region after it asks for besides.
+    """
     if run.start is None or treatment.way is Way.OFFLOAD:
         return []
     if treatment.way is not Way.REPLAY:
-        calls = range(run.first, run.last_needed)
-        return [(run.start, [number for number in calls if not _is_served(problem, number, treatment)])]
+        moment = run.start if given is None else min(run.start, given.moment)
+        calls = range(run.first, find_stop(run, given))
+        return [(moment, [number for number in calls if not _is_served(problem, number, treatment)])]
     there = set(treatment.kept)
     found = []
-    for moment, storages in run.asks:
+    asks = run.asks if given is None else sorted([(given.moment, tuple(given.storages)), *run.asks])
+    for moment, storages in asks:
         missing = [storage for storage in storages if storage in run.makes and storage not in there]
         again: set[int] = set()
         while missing:
@@ -67,6 +93,13 @@ def find_recomputed(problem: Problem, run: Run, treatment: Treatment) -> list[tu
         if again:
             found.append((moment, sorted(again)))
     return found
+
+
+def find_stop(run: Run, given: Given | None) -> int:
+    """The call before which running again may stop."""
+    if given is None:
+        return run.last_needed
+    return max(run.last_needed, *(run.makes[storage][-1] + 1 for storage in given.storages))
 
 
 def _is_served(problem: Problem, number: int, treatment: Treatment) -> bool:

@@ -47,6 +47,7 @@ from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.handles import FIRST, Handed, is_live
 from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
+from recollect._recompute.links import Linking
 from recollect._recompute.memory import Memory
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.outputs import Outputs, find_nodes
@@ -81,6 +82,7 @@ class Frame:
             "kept",
             "keeps_graph",
             "lingering",
+            "linking",
             "lock",
             "log",
         ),
@@ -88,10 +90,16 @@ class Frame:
         *("thread", "values", "was_filled", "way"),
     )
 
-    def __init__(
-        self, name: str, fn: Callable[..., Any], options: Options, way: Way, memory: Memory | None = None
+    def __init__(  # noqa: PLR0917 (its regions call it, at every call of theirs)
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        options: Options,
+        way: Way,
+        memory: Memory | None = None,
+        linking: Linking | None = None,
     ) -> None:
-        self.name, self.options, self.way, self.memory = name, options, way, memory
+        self.name, self.options, self.way, self.memory, self.linking = name, options, way, memory, linking
         self.fn: Callable[..., Any] | None = fn
         self.handles: list[int] = []
         self.metas: list[Meta | None] = []
@@ -141,7 +149,9 @@ class Frame:
         self.stops_early = options.early_stop if settings.early_stop is None else settings.early_stop
         arguments = Arguments(args, kwargs)
         # First, because here an enclosing recomputation stops if it needs nothing beyond these inputs.
-        self.inputs = Inputs(arguments, top_hooks(True))  # noqa: FBT003
+        linking = self.linking
+        links = linking.links if linking is not None and linking.takes else None
+        self.inputs = Inputs(arguments, top_hooks(True), links)  # noqa: FBT003
         check = options.matcher.values
         assert self.fn is not None
         around = self.around = Surroundings(
@@ -203,9 +213,13 @@ class Frame:
     def leave(self, result: Any) -> None:
         """The function has returned: take the hooks away and keep only what recomputation will need."""
         try:
-            if self.entered is not None:
-                entered, self.entered = self.entered, None
-                entered.leave()
+            try:
+                if self.linking is not None and self.linking.gives:
+                    self._give(result)
+            finally:
+                if self.entered is not None:
+                    entered, self.entered = self.entered, None
+                    entered.leave()
         except BaseException:
             self.around.abandon()
             raise
@@ -216,6 +230,16 @@ class Frame:
                 self._settle(result)
         else:
             self._settle(result)
+
+    def _give(self, result: Any) -> None:
+        """Have the result saved like what the function saves: the next region will ask for it."""
+        hooks = top_hooks(True)  # noqa: FBT003
+        if self.linking is not None and hooks is not None:
+            self.linking.give(self, result, hooks[0])
+
+    def give(self, handle: int) -> Tensor:
+        """Make a result again for the region that it was given to; it is not held here."""
+        return self._fetch_and_take(handle - FIRST, None)[0]
 
     def fail(self, error: BaseException) -> bool:
         """The function has raised: take everything away. True if the forward context swallowed the exception."""

@@ -14,6 +14,7 @@ from recollect._recompute.handles import find_slot, frame_of
 
 if TYPE_CHECKING:
     from recollect._core.pytree import Arguments
+    from recollect._recompute.links import Links
 
 
 class Inputs:
@@ -32,6 +33,7 @@ class Inputs:
         "_constants",
         "_given",
         "_held",
+        "_linked",
         "_originals",
         "_requires_grad",
         "_tensors",
@@ -43,6 +45,7 @@ class Inputs:
         self,
         arguments: Arguments,
         hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None,
+        links: Links | None = None,
     ) -> None:
         self._arguments = arguments
         held = self._held = list(arguments.leaves)
@@ -59,6 +62,7 @@ class Inputs:
         # Tensors without gradient come back as the very same objects, if they are still alive.
         self._constants: list[tuple[int, ref[Tensor]]] = []
         self._given: list[ref[Tensor]] = []  # those with a history of their own
+        self._linked: list[int] = []  # those that another region makes again
         if hooks is not None and self._tensors:
             pack, self._unpack = hooks
             is_ours = frame_of(pack) is not None
@@ -75,6 +79,8 @@ class Inputs:
             finally:
                 set_grad_enabled(True)
             return
+        if links is not None:
+            self._forget_linked(links)
         cut: dict[int, Tensor] = {}
         for index in self._tensors:
             tensor = held[index]
@@ -91,15 +97,33 @@ class Inputs:
                 self._constants.append((index, ref(tensor)))
             held[index] = alias
 
+    def _forget_linked(self, links: Links) -> None:
+        """Hold what stands for a tensor, where the region that gave it makes it again."""
+        held = self._held
+        for index in self._tensors:
+            linked = links.take(held[index])
+            if linked is not None:
+                self._given.append(ref(held[index]))
+                held[index] = linked
+                self._linked.append(index)
+        if self._linked:
+            others = [place for place, index in enumerate(self._tensors) if index not in self._linked]
+            self._tensors = [self._tensors[place] for place in others]
+            self._versions = [self._versions[place] for place in others]
+
     @property
     def are_packed(self) -> bool:
-        """Whether enclosing hooks hold the tensors, so that they come back as other objects."""
-        return self._unpack is not None
+        """Whether somebody else holds or makes the tensors, so that they come back as other objects."""
+        return self._unpack is not None or bool(self._linked)
 
     def held_tensors(self) -> list[tuple[str, Any]]:
         """Each tensor argument, as its caller wrote it, with the tensor, the enclosing region's slot, or what else."""
-        held = [(index, self._held[index]) for index in self._arguments.tensors]
-        return [(self._arguments.describe(index), find_slot(value, self._unpack) or value) for index, value in held]
+        found = []
+        for index in self._arguments.tensors:
+            value = self._held[index]
+            packed, unpack = value.packed if index in self._linked else (value, self._unpack)
+            found.append((self._arguments.describe(index), find_slot(packed, unpack) or value))
+        return found
 
     def has_given(self, tensor: Tensor) -> bool:
         """Until `settle`: whether this is one of the arguments."""
@@ -124,25 +148,31 @@ class Inputs:
         Raises:
             ChangedInputError: a tensor was changed in place since the region was entered.
         """
-        held, unpack_input = self._held, self._unpack
-        if unpack_input is None:
-            for index, version in zip(self._tensors, self._versions, strict=True):
-                if held[index]._version != version:  # noqa: SLF001
-                    raise ChangedInputError(self._describe_change(region, index))
-            if not self._constants:
-                return held
-            leaves = list(held)
-            for index, original in self._constants:
-                tensor = original()
-                if tensor is not None and not tensor.requires_grad:
-                    leaves[index] = tensor
-            return leaves
+        if self._unpack is not None:
+            return self._unpack_all(region, self._unpack)
+        held = self._held
+        for index, version in zip(self._tensors, self._versions, strict=True):
+            if held[index]._version != version:  # noqa: SLF001
+                raise ChangedInputError(self._describe_change(region, index))
+        if not self._constants and not self._linked:
+            return held
+        leaves = list(held)
+        for index in self._linked:
+            leaves[index] = held[index].get().detach().requires_grad_()
+        for index, original in self._constants:
+            tensor = original()
+            if tensor is not None and not tensor.requires_grad:
+                leaves[index] = tensor
+        return leaves
+
+    def _unpack_all(self, region: str, unpack: Callable[[Any], Tensor]) -> list[Any]:
+        """The same where enclosing hooks hold the tensors."""
         self._note_changes()
         if self._changed is not None:
             raise ChangedInputError(self._describe_change(region, self._changed))
-        leaves = list(held)
+        leaves = list(self._held)
         for index, requires_grad in zip(self._tensors, self._requires_grad, strict=True):
-            tensor = unpack_input(held[index])
+            tensor = unpack(leaves[index])
             if requires_grad and not (tensor.is_leaf and tensor.requires_grad):
                 tensor = tensor.detach().requires_grad_()
             leaves[index] = tensor

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def find_nodes(result: Any, inputs: Inputs) -> set[Any]:
     """The nodes of a result's differentiable outputs."""
     nodes: set[Any] = set()
-    for leaf in _leaves_of(result):
+    for leaf in leaves_of(result):
         if isinstance(leaf, Tensor):
             node = leaf.grad_fn
             if node is not None and not inputs.has_given(leaf):
@@ -30,7 +30,8 @@ def find_nodes(result: Any, inputs: Inputs) -> set[Any]:
     return nodes
 
 
-def _leaves_of(result: Any) -> Iterable[Any]:
+def leaves_of(result: Any) -> Iterable[Any]:
+    """What a function gave, if that is a collection."""
     kind = type(result)
     if kind is tuple and not any(map(is_container, map(type, result))):
         return cast("tuple[Any, ...]", result)  # what blocks of models give; apart, because a walk takes 5 µs

@@ -212,7 +212,7 @@ def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_las
     push_hooks(hook, same)
     try:
         if context is None and log is None:
-            inputs.call(fn, leaves)
+            result = inputs.call(fn, leaves)
         else:
             if is_last:
                 mark_last()
@@ -220,7 +220,12 @@ def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_las
                 context = log if context is None else _both(context, log)
             assert context is not None
             with context:
-                inputs.call(fn, leaves)
+                result = inputs.call(fn, leaves)
+                if frame.linking is not None:
+                    frame.linking.give_again(result, hook)
+            return
+        if frame.linking is not None:
+            frame.linking.give_again(result, hook)
     except StopRecomputation:
         pass
     finally:

@@ -1,0 +1,86 @@
+"""Regions that forget even what they were given: the region before them runs again earlier, and gives it once more.
+
+Two neighbours then take as much in backward as one region of both would, and hold one input. That costs little time:
+what the first one makes after its last saved value. It pays where backward has room again when it comes to them, as
+after a loss head that takes much.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recollect._core.calls import Lifetime
+from recollect._plan.problem import Problem, Run
+from recollect._plan.treatments import Given, Treatment, Way, find_first_asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a region forgets of what it was given, and who makes it.
+
+    Attributes:
+        taker: which of the chosen runs forgets.
+        giver: which of them makes it again.
+        storages: what is forgotten.
+    """
+
+    taker: int
+    giver: int
+    storages: frozenset[int]
+
+
+def find_linkable(problem: Problem, giver: Run, taker: Run) -> frozenset[int]:
+    """What one run gives the next, and nobody else uses or holds."""
+    known: dict[tuple[int, int, int], frozenset[int]] = problem.derived.setdefault("linkable", {})
+    key = (giver.first, giver.stop, taker.first)
+    if key not in known:
+        known[key] = frozenset(at for at in taker.read_outside if _is_linkable(problem, giver, taker, at))
+    return known[key]
+
+
+def _is_linkable(problem: Problem, giver: Run, taker: Run, storage: int) -> bool:
+    end = problem.spans[storage][1]
+    is_value = problem.profile.storages[storage].lifetime is Lifetime.VALUE
+    if not is_value or end is None or storage not in giver.makes or taker.first < giver.stop:
+        return False
+    savers = problem.saved_by.get(storage, ())
+    if end > max((problem.released.get(by, 0) for by in savers), default=0):
+        return False  # somebody else holds it
+    between = range(giver.stop, taker.first)  # a view made there is another tensor than the one that was given
+    views = (at for at in between if any(value.storage == storage for value in problem.calls[at].outputs))
+    users = (*savers, *problem.read_by[storage], *views)
+    return all(giver.first <= at < giver.stop or taker.first <= at < taker.stop for at in users)
+
+
+def find_links(problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> dict[int, Link]:
+    """The links that hold among chosen runs, by who takes, in the order of forward; each is to the run just before."""
+    if not any(treatment.is_linked for _, treatment in chosen):
+        return {}
+    found = {}
+    order = sorted(range(len(chosen)), key=lambda index: chosen[index][0].first)
+    for giver, taker in itertools.pairwise(order):
+        (before, source), (run, treatment) = chosen[giver], chosen[taker]
+        if treatment.is_linked and run.start is not None and source.way is not Way.OFFLOAD:
+            storages = find_linkable(problem, before, run) - source.kept
+            if storages:
+                found[taker] = Link(taker=taker, giver=giver, storages=storages)
+    return found
+
+
+def find_given(problem: Problem, chosen: Sequence[tuple[Run, Treatment]], links: dict[int, Link]) -> dict[int, Given]:
+    """For each run that gives something again, what, and when: when the run that takes it first needs it."""
+    found: dict[int, Given] = {}
+    for link in reversed(links.values()):
+        run, treatment = chosen[link.taker]
+        moment = find_begin(problem, run, treatment, found.get(link.taker))
+        found[link.giver] = Given(moment=moment, storages=link.storages)
+    return found
+
+
+def find_begin(problem: Problem, run: Run, treatment: Treatment, given: Given | None) -> int:
+    """The backward call at which a region first needs what it was given."""
+    own = find_first_asked(problem, run, treatment) if treatment.way is Way.REPLAY else run.start
+    assert own is not None
+    return own if given is None else min(own, given.moment)
