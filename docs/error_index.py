@@ -57,12 +57,32 @@ _NOT_OURS = {
     "popleft",
     "str",
 }  # a class, the system's own words, and what another function was given
-_TELLERS = {"fail": (0, "exit code 1 or 2"), "_say": (1, "UserWarning")}  # functions of ours, and where their text is
+_TELLERS = {
+    "fail": (0, "exit code 1 or 2"),
+    "note_warning": (1, "UserWarning"),
+}  # functions of ours, and where their text is
 _CONTROL = {"SystemExit", "KeyboardInterrupt", "StopIteration", "Exit", "AssertionError", "Abort"}
 
 
-Functions = dict[str, list[ast.AST]]
-"""The functions and constants of the library, by their names."""
+class Names:
+    """The functions and constants of the library, by file and name."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, dict[str, list[ast.AST]]] = {}
+
+    def add(self, file: str, tree: ast.AST) -> None:
+        """Read a file."""
+        own = self._files[file] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                own.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign) and node.col_offset == 0:
+                own.setdefault(_name_of(node.targets[0]), []).append(node)
+
+    def find(self, name: str, file: str) -> list[tuple[ast.AST, str]]:
+        """What a name means in a file, and where that is: what the file itself defines, else all of that name."""
+        files = [file] if name in self._files.get(file, {}) else list(self._files)
+        return [(node, other) for other in files for node in self._files[other].get(name, ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +113,15 @@ class Entry:
 def find_entries(source: Path = SOURCE) -> tuple[list[Entry], list[str]]:
     """All texts, and the places whose text could not be found."""
     trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(source.rglob("*.py"))}
-    functions: Functions = {}
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.Assign) and node.col_offset == 0:
-                functions.setdefault(_name_of(node.targets[0]), []).append(node)
+    names = Names()
+    for path, tree in trees.items():
+        names.add(path.relative_to(source).as_posix(), tree)
     entries: list[Entry] = []
     unknown: list[str] = []
     for path, tree in trees.items():
         file = path.relative_to(source).as_posix()
         for kind, argument, scope, line in _find_raises(tree):
-            texts = list(dict.fromkeys(_resolve(argument, scope, functions, 0)))
+            texts = list(dict.fromkeys(_resolve(argument, scope, names, file, 0)))
             texts = [text for text in texts if len(text.split()) > 1]
             if not texts and not _is_passed_on(argument, scope):
                 unknown.append(f"{file}:{line}")
@@ -146,34 +162,34 @@ def _name_of(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _resolve(node: ast.AST, scope: ast.AST, functions: Functions, depth: int) -> Iterator[str]:
+def _resolve(node: ast.AST, scope: ast.AST, names: Names, file: str, depth: int) -> Iterator[str]:
     """The texts that an expression may have, with the names of what is filled in."""
     if isinstance(node, ast.Constant | ast.JoinedStr):
         yield from _write(node)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        right = next(_resolve(node.right, scope, functions, depth), "...")
-        for left in _resolve(node.left, scope, functions, depth):
+        right = next(_resolve(node.right, scope, names, file, depth), "...")
+        for left in _resolve(node.left, scope, names, file, depth):
             yield f"{left}{right}"
     elif isinstance(node, ast.IfExp):
-        yield from _resolve(node.body, scope, functions, depth)
-        yield from _resolve(node.orelse, scope, functions, depth)
+        yield from _resolve(node.body, scope, names, file, depth)
+        yield from _resolve(node.orelse, scope, names, file, depth)
     elif isinstance(node, ast.Name) and depth < _DEEPEST:
-        constants = [one.value for one in functions.get(node.id, ()) if isinstance(one, ast.Assign)]
-        for value in _find_values(node, scope) or constants:
-            yield from _resolve(value, scope, functions, depth + 1)
+        constants = [(one.value, other) for one, other in names.find(node.id, file) if isinstance(one, ast.Assign)]
+        for value, other in [(value, file) for value in _find_values(node, scope)] or constants:
+            yield from _resolve(value, scope, names, other, depth + 1)
     elif isinstance(node, ast.Call):
-        yield from _resolve_call(node, scope, functions, depth)
+        yield from _resolve_call(node, scope, names, file, depth)
 
 
-def _resolve_call(node: ast.Call, scope: ast.AST, functions: Functions, depth: int) -> Iterator[str]:
+def _resolve_call(node: ast.Call, scope: ast.AST, names: Names, file: str, depth: int) -> Iterator[str]:
     """The texts that a function of ours gives, or that a list is joined from."""
     if _name_of(node.func) == "join" and isinstance(node.args[0], ast.Name):
         yield "\n".join(_find_parts(node.args[0].id, scope))
         return
-    for function in functions.get(_name_of(node.func), ()) if depth < _DEEPEST else ():
+    for function, other in names.find(_name_of(node.func), file) if depth < _DEEPEST else ():
         for inner in ast.walk(function):
             if isinstance(inner, ast.Return | ast.Yield) and inner.value is not None:
-                yield from _resolve(inner.value, function, functions, depth + 1)
+                yield from _resolve(inner.value, function, names, other, depth + 1)
 
 
 def _write(node: ast.Constant | ast.JoinedStr) -> Iterator[str]:
@@ -214,9 +230,11 @@ def _find_parts(name: str, scope: ast.AST) -> Iterator[str]:
     """The first texts that a list is made of, in the order of the source."""
     for inner in ast.walk(scope):
         if isinstance(inner, ast.Assign) and any(_name_of(target) == name for target in inner.targets):
-            yield from _resolve(inner.value.elts[0] if isinstance(inner.value, ast.List) else inner.value, scope, {}, 0)
+            yield from _resolve(
+                inner.value.elts[0] if isinstance(inner.value, ast.List) else inner.value, scope, Names(), "", 0
+            )
         elif isinstance(inner, ast.Call) and ast.unparse(inner.func) in (f"{name}.append", f"{name}.extend"):
-            yield from _resolve(inner.args[0], scope, {}, 0)
+            yield from _resolve(inner.args[0], scope, Names(), "", 0)
 
 
 def _is_passed_on(node: ast.AST, scope: ast.AST) -> bool:

@@ -36,12 +36,21 @@ def test_the_index_of_errors_has_every_text_that_is_raised(index: ModuleType) ->
     texts = [entry.text for entry in entries]
     assert any(text.startswith("pattern {pattern} matches no module of") for text in texts)
     assert any(text.startswith("region '{") and "saved tensor" in text for text in texts)
+    assert any(text.startswith("values that are already in host memory stay") for text in texts)  # noted, then warned
     assert all(entry.what and entry.cure for entry in entries)
 
 
 def test_a_text_that_cannot_be_found_is_noticed(index: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text("def f():\n    raise ValueError(made(elsewhere))\n", "utf-8")
     assert index.find_entries(tmp_path) == ([], ["odd.py:2"])
+
+
+def test_a_function_of_the_same_name_in_another_file_gives_no_text(index: ModuleType, tmp_path: Path) -> None:
+    for name, text in (("one.py", "no such plan"), ("two.py", "no such batch")):
+        source = f"def f():\n    raise ValueError(_refuse())\ndef _refuse():\n    return {text!r}\n"
+        (tmp_path / name).write_text(source, "utf-8")
+    entries, _ = index.find_entries(tmp_path)
+    assert [(entry.file, entry.text) for entry in entries] == [("two.py", "no such batch"), ("one.py", "no such plan")]
 
 
 def test_a_text_is_split_into_what_and_what_to_do(index: ModuleType, tmp_path: Path) -> None:

@@ -37,5 +37,7 @@ class LanesByDevice:
         try:
             return self._make(device)
         except (RuntimeError, NotImplementedError) as error:
-            self._notices.add(f"{device}", f"values on {device} stay there: it cannot copy while it computes ({error})")
+            self._notices.note_warning(
+                f"{device}", f"values on {device} stay there: it cannot copy while it computes ({error})"
+            )
             return False

@@ -21,7 +21,7 @@ class Notices:
         self._said: set[str] = set()
         self.waiting: deque[str] = deque()
 
-    def add(self, kind: str, message: str) -> None:
+    def note_warning(self, kind: str, message: str) -> None:
         """Note a message, unless one of its kind was noted before."""
         if kind not in self._said:
             self._said.add(kind)
@@ -29,7 +29,7 @@ class Notices:
 
     def add_in_host(self) -> None:
         """Values are in host memory by nature, and nothing slower is at hand."""
-        self.add(
+        self.note_warning(
             "host",
             "values that are already in host memory stay where they are: moving them to the host tier would free "
             "nothing.\n"
@@ -39,7 +39,7 @@ class Notices:
     def add_no_room(self, what: str, *, limit: int | None) -> None:
         """Host memory is used up, or as much of it as the user allows; `what` says which value stays where."""
         why = "no more host memory" if limit is None else f"the host limit of {format_bytes(limit)} is reached"
-        self.add(
+        self.note_warning(
             "limit",
             f"{why}: {what}, and so does everything else that finds no room.\n"
             "Raise `limit`, or let the rest go to disk: tier=('host', 'disk').",

@@ -93,7 +93,7 @@ class Workers:
     def _keep_after_failure(self, parcel: Parcel, reason: str) -> None:
         if parcel.lanes is None:
             parcel.stays = True
-        self._notices.add(
+        self._notices.note_warning(
             "slow",
             f"tier '{self.tier.name}' {reason}. {parcel} stays in memory, and so does everything else that finds "
             "no room there.\n"

@@ -42,23 +42,20 @@ def warn_unmatched(policy: Policy) -> None:
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
-def _describe_unmatched(policy: Policy) -> list[str]:
+def _describe_unmatched(policy: Policy) -> Iterator[str]:
     """What to say of each rule that matched nothing."""
     knowledge = [one for one in all_knowledge() if one.given == policy]
     by_kind = [decisions for one in knowledge for decisions in one.all_decisions()]
     matched = {rule for decisions in by_kind for rule in _matched_in(decisions)}
     reached = {label for one in knowledge for label in one.policy.labels}
-    messages = {}
-    for rule in _rules_of(policy):
-        label = repr(rule)
+    for label, rule in {repr(rule): rule for rule in _rules_of(policy)}.items():
         if label in matched or isinstance(rule, SaveModules):
             continue
         if label not in reached:
             regions = quote_all(dict.fromkeys(one.region for one in knowledge))
-            messages[label] = f"policy {label} matched no region in this step. Regions that ran: {regions}"
+            yield f"policy {label} matched no region in this step. Regions that ran: {regions}"
         elif not _is_outrun(rule, by_kind):
-            messages[label] = f"policy {label} matched nothing in this step. {_describe_choice(rule, by_kind)}"
-    return list(messages.values())
+            yield f"policy {label} matched nothing in this step. {_describe_choice(rule, by_kind)}"
 
 
 def _matched_in(decisions: Decisions) -> Iterator[str]:
