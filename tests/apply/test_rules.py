@@ -294,7 +294,7 @@ def test_a_list_with_a_forward_of_its_own_is_called() -> None:
         ),
         ({nn.Conv2d: RECOMPUTE}, "rule Conv2d matches no module of GPT; its classes are GPT, Embedding, Block"),
         ({lambda m: False: RECOMPUTE}, "matches no module of GPT; its classes are"),
-        ({"layers": RECOMPUTE}, "rule 'layers' matches only 'layers' of GPT, and a ModuleList is never called itself"),
+        ({"layers": RECOMPUTE}, "rule 'layers' matches only 'layers' of GPT, but a ModuleList is never called itself"),
         ({}, "the rules are empty; leave them out to recompute the model's repeated blocks"),
         ({"layers.*": "fast"}, "rule 'layers.*': expected 'full' or 'selective', not 'fast'"),
         ({"layers.*": {"earlystop": 1}}, "rule 'layers.*': there is no option 'earlystop'; did you mean 'early_stop'?"),

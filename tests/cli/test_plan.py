@@ -89,7 +89,7 @@ def test_how_to_take_a_profile_means_nothing_for_one_that_is_there(invoke: Invok
     invoke("profile", "blocks:make_model", "--json", "step.json", "--quiet")
     done = invoke("plan", "step.json", "--budget", "min", "--dry")
     assert done.code == 2
-    assert "--dry would change how a profile is taken, and step.json is already a profile" in done.err
+    assert "--dry would change how a profile is taken, but step.json is already a profile" in done.err
 
 
 def test_the_plan_alone_goes_to_standard_output_if_asked(invoke: Invoke, folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_budget_as_a_share_of_an_unknown_device_is_explained(invoke: Invoke) -
 def test_fit_runs_steps_of_its_own_and_takes_no_script(invoke: Invoke) -> None:
     done = invoke("fit", "train.py", "--budget", "min")
     assert done.code == 2
-    assert "train.py is a script, and fit has to run steps itself" in done.err
+    assert "train.py is a script, but fit has to run steps itself" in done.err
 
 
 def test_a_lever_is_used_where_the_budget_needs_it(invoke: Invoke) -> None:
@@ -229,4 +229,4 @@ def test_an_unknown_needs_a_budget_in_bytes_and_a_function(invoke: Invoke) -> No
     assert "--budget min: to find the largest batch, give a number of bytes or a share" in done.err
     done = invoke("plan", "train.py", "--budget", "1GiB", "--unknown", "batch")
     assert done.code == 2
-    assert "--unknown names a parameter of a function, and train.py is a script" in done.err
+    assert "--unknown names a parameter of a function, but train.py is a script" in done.err

@@ -55,7 +55,7 @@ def test_a_function_that_is_the_step_runs_before_it_is_profiled(invoke: Invoke) 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return torch.ones(2) + 1", "ran 2 operators and no backward, so nothing is saved for one: return the loss"),
+        ("return torch.ones(2) + 1", "ran 2 operators but no backward, so nothing is saved for one: return the loss"),
         ("return {'loss': 1.0}", "ran no torch operators: name a function that runs a step, "),
     ],
 )
@@ -106,16 +106,16 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (["train.py:make_model", "--optimizer", "nomod:X"], "--optimizer nomod:X: No module named 'nomod'"),
         (
             ["train.py", "--device", "cpu"],
-            "--device is for functions, and train.py is a script, which runs as written",
+            "--device is for functions, but train.py is a script, which runs as written",
         ),
         (
             ["train.py", "--dry"],
-            "--dry is for functions, and train.py is a script, which runs as written",
+            "--dry is for functions, but train.py is a script, which runs as written",
         ),
         (
             ["train.py:make_model", "--", "--lr", "3"],
             (
-                "train.py:make_model is a function, and only scripts take arguments after --: leave out --lr 3, "
+                "train.py:make_model is a function, but only scripts take arguments after --: leave out --lr 3, "
                 "or use --set"
             ),
         ),

@@ -77,7 +77,7 @@ def test_quiet_says_nothing_of_the_file(invoke: Invoke) -> None:
         ('{"recollect": "plan", "version": 1}', "expected a recollect profile, found a recollect plan"),
         (
             '{"recollect": "profile", "version": 99}',
-            "this profile has version 99, and this recollect reads versions up to 3: upgrade recollect, ",
+            "this profile has version 99, but this recollect reads versions up to 3: upgrade recollect, ",
         ),
         ('{"recollect": "profile", "version": 1}', "profile: storages, calls missing"),
     ],
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_profile_is_refused_with_exit_code_2(
 def test_a_file_that_is_no_text_is_refused(invoke: Invoke, folder: Path) -> None:
     (folder / "odd.json").write_bytes(b"\x80\x02}q\x00.")
     done = invoke("report", "odd.json")
-    expected = "error: odd.json: expected a recollect profile as JSON, and this is not text\n"
+    expected = "error: odd.json: expected a recollect profile as JSON, but this is not text\n"
     assert (done.code, done.err) == (2, expected)
 
 

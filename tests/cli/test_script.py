@@ -113,7 +113,7 @@ def test_the_first_step_of_a_script_without_modules_has_no_beginning_and_that_is
     done = invoke("profile", "functional.py", "--step", "1")
     assert done.code == 1
     assert done.err == (
-        "error: functional.py called no torch.nn.Module in step 1, and a step begins where one is first "
+        "error: functional.py called no torch.nn.Module in step 1, but a step begins where one is first "
         "called: pass `--step 2`, or name a function that runs a step, functional.py:function\n"
     )
 

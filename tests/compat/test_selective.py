@@ -400,7 +400,7 @@ def test_the_contexts_of_one_call_cannot_serve_another() -> None:
     pair = create_selective_checkpoint_contexts([SIN])
     x = leaf(3)
     compat.checkpoint(chain, x, use_reentrant=False, context_fn=lambda: pair)
-    with pytest.raises(recollect.CheckpointError, match="work for one call of a region, and these have been used"):
+    with pytest.raises(recollect.CheckpointError, match="work for one call of a region, but these have been used"):
         compat.checkpoint(chain, x, use_reentrant=False, context_fn=lambda: pair)
 
 

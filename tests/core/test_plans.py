@@ -117,5 +117,5 @@ def test_a_plan_shows_itself_in_a_line() -> None:
 
 
 def test_a_plan_of_a_later_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="this plan has version 7, and this recollect reads versions up to 3"):
+    with pytest.raises(ValueError, match="this plan has version 7, but this recollect reads versions up to 3"):
         Plan.from_json('{"recollect": "plan", "version": 7}')

@@ -88,15 +88,15 @@ def test_what_a_call_writes_into_counts_as_read() -> None:
     [
         (
             {"storages": STEP.storages[:2]},
-            "call 3 (aten.sum.default) refers to storage 2, and the profile has 2 storages",
+            "call 3 (aten.sum.default) refers to storage 2, but the profile has 2 storages",
         ),
         (
             {"saved": (Saved(storage=1, by=9),)},
-            "Saved(storage=1, by=9, reader=None) refers to call 9, and the profile has 5 calls",
+            "Saved(storage=1, by=9, reader=None) refers to call 9, but the profile has 5 calls",
         ),
         (
             {"calls": (OpCall(op="aten.sum.default", forward=7),), "saved": ()},
-            "call 0 (aten.sum.default) refers to call 7, and the profile has 1 call",
+            "call 0 (aten.sum.default) refers to call 7, but the profile has 1 call",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
         (
             '{"recollect": "profile", "version": 4}',
             (
-                "this profile has version 4, and this recollect reads versions up to 3: upgrade recollect, or make "
+                "this profile has version 4, but this recollect reads versions up to 3: upgrade recollect, or make "
                 "the profile again"
             ),
         ),
@@ -156,11 +156,11 @@ def test_text_that_is_no_profile_is_refused_in_words(text: str, error: str) -> N
         ),
         (
             {"storages": (Storage(bytes=1, made_at=2),)},
-            "storage 0 is made at call 2 and freed at call None, and the profile has 1 call",
+            "storage 0 is made at call 2 and freed at call None, but the profile has 1 call",
         ),
         (
             {"storages": (Storage(bytes=1, made_at=1, freed_at=0),)},
-            "storage 0 is made at call 1 and freed at call 0, and the profile has 1 call",
+            "storage 0 is made at call 1 and freed at call 0, but the profile has 1 call",
         ),
         (
             {"calls": (OpCall(op="a", seconds=float("nan")),)},

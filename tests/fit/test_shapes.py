@@ -128,7 +128,7 @@ def test_copies_of_the_model_have_no_switch(caplog: pytest.LogCaptureFixture) ->
 
 def test_micro_batches_are_for_one_batch() -> None:
     with pytest.raises(
-        ValueError, match="lever 'micro_batches' works with one batch, and 2 were given: pass the largest"
+        ValueError, match="lever 'micro_batches' works with one batch, but 2 were given: pass the largest"
     ):
         recollect.fit(make(), [batch(8), batch(4)], loss=lose, budget="min", levers={"micro_batches"})
 

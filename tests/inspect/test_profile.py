@@ -424,7 +424,7 @@ def loop_of_steps() -> Iterator[None]:
         (
             lambda: torch.inference_mode()(recollect.profile)(nn.Linear(1, 1), torch.ones(1, 1)),
             ValueError,
-            "recollect.profile runs a training step, and inference mode is on: leave torch.inference_mode() first",
+            "recollect.profile runs a training step, but inference mode is on: leave torch.inference_mode() first",
         ),
         (
             lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1), device="cuda"),

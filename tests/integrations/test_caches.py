@@ -191,7 +191,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             gradients(model, "llama", use_cache=True)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message == "LlamaForCausalLM was asked for a key/value cache, and does not fill one in training"
+    assert record.message == "LlamaForCausalLM was asked for a key/value cache, but does not fill one in training"
 
 
 def test_copies_switch_too_and_pickled_models_are_plain() -> None:

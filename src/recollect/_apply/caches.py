@@ -141,7 +141,7 @@ class CacheSwitch(InstanceForward):
         asked = args[place] if len(args) > place else kwargs.get(_USE_CACHE)
         if (asked or caches) and not self._is_said and not is_dynamo_compiling():
             self._is_said = True
-            _log.warning("%s was asked for a key/value cache, and does not fill one in training", self.name)
+            _log.warning("%s was asked for a key/value cache, but does not fill one in training", self.name)
         args, kwargs = _leave_out(self._caches, args, kwargs)
         if len(args) > place:
             return (*args[:place], False, *args[place + 1 :]), kwargs

@@ -61,7 +61,7 @@ def _describe_no_match(model: nn.Module, targets: list[Target], rule: Rule, list
         inner = f"'{lists[0].name}.*'"
         kind = type(lists[0].chain[-1]).__name__
         return (
-            f"rule {rule.text} matches only {names} of {type(model).__name__}, and a {kind} is never "
+            f"rule {rule.text} matches only {names} of {type(model).__name__}, but a {kind} is never "
             f"called itself. Match the modules in it: {inner}"
         )
     if rule.pattern is not None:

@@ -76,7 +76,7 @@ def fit(
             found = find_target(target)
             if not isinstance(found, Function):
                 fail(
-                    f"{target} is a script, and fit has to run steps itself: name a function that returns the model "
+                    f"{target} is a script, but fit has to run steps itself: name a function that returns the model "
                     f"and its inputs, or runs a step, {target}:function. "
                     f"To plan for the script: recollect plan {target}"
                 )
@@ -93,7 +93,7 @@ def _fit(options: Options, function: Function, progress: ShowProgress, **how: An
             return recollect.fit(subject.what, batch, progress=progress, **given, **how)  # type: ignore[arg-type]
         modules = seen.list_modules()
         if not modules:
-            fail(f"{function.name} called no torch.nn.Module, and fit needs one to apply a plan to")
+            fail(f"{function.name} called no torch.nn.Module, but fit needs one to apply a plan to")
         return recollect.fit(modules[0], step=gather_step(subject, seen), progress=progress, **how)
 
 
@@ -110,7 +110,7 @@ def _bind_batch(subject: "Subject", name: str) -> Any:
     kinds = {signature.parameters[key].kind for key in names if key not in kwargs}
     if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
         fail(
-            f"{name} returned both positional inputs and keywords, and the model does not take all of them by "
+            f"{name} returned both positional inputs and keywords, but the model does not take all of them by "
             "keyword: return keywords only"
         )
     by_position = dict(zip(names, subject.inputs, strict=False))

@@ -106,7 +106,7 @@ def _read(path: Path, given: Mapping[str, Any], world: int) -> Profile:
     for name, value in given.items():
         if value and name != "step" and not (name == "dry" and world > 1):
             shown = name if name == "ARGS" else f"--{name}"
-            fail(f"{shown} would change how a profile is taken, and {path} is already a profile: leave it out")
+            fail(f"{shown} would change how a profile is taken, but {path} is already a profile: leave it out")
     return shard(read_profile(path), world)
 
 
@@ -155,7 +155,7 @@ def _search(
     with users_code(shows_all=traceback):
         function = find_target(target, lets_open=True)
         if not isinstance(function, Function):
-            fail(f"--unknown names a parameter of a function, and {target} is a script: name a function in it")
+            fail(f"--unknown names a parameter of a function, but {target} is a script: name a function in it")
         function = function.give(given)
         for name, one in zip(devices, ways, strict=True):
             with show_progress(f"trying sizes {f'on {name} ' if name else ''}of {target}", quiet=quiet) as progress:

@@ -65,19 +65,19 @@ class Options:
         found = find_target(target, lets_open=bool(given))
         if given:
             if not isinstance(found, Function):
-                fail(f"--set is for functions, and {target} is a script: write its arguments after --")
+                fail(f"--set is for functions, but {target} is a script: write its arguments after --")
             found = found.give(given)
         if isinstance(found, Function):
             if args:
                 fail(
-                    f"{target} is a function, and only scripts take arguments after --: leave out {' '.join(args)}, or "
+                    f"{target} is a function, but only scripts take arguments after --: leave out {' '.join(args)}, or "
                     "use --set"
                 )
             return self.take_function(found, progress)
         said = {"--device": self.device, "--dtype": self.dtype, "--optimizer": self.optimizer, "--dry": self.is_dry}
         for name, value in said.items():
             if value:
-                fail(f"{name} is for functions, and {target} is a script, which runs as written")
+                fail(f"{name} is for functions, but {target} is a script, which runs as written")
         return profile_script(found.path, args, step=self.step, progress=progress)
 
     def find_subject(self, function: Function) -> tuple[Subject, Seen]:
@@ -177,7 +177,7 @@ def _explain_no_backward(name: str, calls: int) -> str:
     if not calls:
         return f"{name} ran no torch operators: name a function that runs a step, or returns a model and its inputs"
     return (
-        f"{name} ran {calls} operators and no backward, so nothing is saved for one: return the loss, run its "
+        f"{name} ran {calls} operators but no backward, so nothing is saved for one: return the loss, run its "
         "backward (`loss.backward()`) inside the function, or return the model and its inputs"
     )
 

@@ -96,7 +96,7 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         fail(f"{path} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        fail(f"{path}: expected a recollect profile as JSON, and this is not text")
+        fail(f"{path}: expected a recollect profile as JSON, but this is not text")
     except ValueError as error:
         fail(f"{path}: {error}")
 

@@ -75,7 +75,7 @@ def _explain_end(path: Path, steps: int, wanted: int) -> str:
         )
     if steps >= wanted:
         return (
-            f"{path} called no torch.nn.Module in step {wanted}, and a step begins where one is first called: "
+            f"{path} called no torch.nn.Module in step {wanted}, but a step begins where one is first called: "
             f"{'pass `--step 2`, or ' * (wanted == 1)}name a function that runs a step, {path}:function"
         )
     return (

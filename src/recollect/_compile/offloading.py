@@ -56,7 +56,7 @@ def _mend_record_stream() -> None:
 def refuse_tier(region: str, sends: str) -> str:
     """Say that a graph cannot send to where a region does."""
     return (
-        f"region '{region}' offloads to {sends}, and compiled code can offload only to pinned "
+        f"region '{region}' offloads to {sends}, but compiled code can offload only to pinned "
         "host memory. Leave offload_to out, or let Dynamo break the graph there "
         "(fullgraph=False), so that the region runs eagerly"
     )

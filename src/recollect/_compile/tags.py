@@ -202,7 +202,7 @@ class _Tagger:
         """
         if config.activation_memory_budget == 0:
             message = (
-                f"region '{self._region}' draws random numbers ({site.op}), and "
+                f"region '{self._region}' draws random numbers ({site.op}), but "
                 "torch._functorch.config.activation_memory_budget is 0: torch then recomputes everything, whatever "
                 "regions say, and draws different numbers.\n"
                 "Leave the budget at 1: regions say what is recomputed."

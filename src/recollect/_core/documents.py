@@ -38,7 +38,7 @@ def read_document(text: str, record: type[R], *, kind: str, version: int) -> R:
     >>> read_document('{"recollect": "site", "version": 9}', Site, kind="site", version=1)
     Traceback (most recent call last):
     ...
-    ValueError: this site has version 9, and this recollect reads versions up to 1: upgrade recollect, or make the site
+    ValueError: this site has version 9, but this recollect reads versions up to 1: upgrade recollect, or make the site
     again
     """
     try:
@@ -54,7 +54,7 @@ def read_document(text: str, record: type[R], *, kind: str, version: int) -> R:
     written = data.pop(_VERSION, None)
     if not isinstance(written, int) or written > version:
         message = (
-            f"this {kind} has version {written}, and this recollect reads versions up to {version}: upgrade "
+            f"this {kind} has version {written}, but this recollect reads versions up to {version}: upgrade "
             f"recollect, or make the {kind} again"
         )
         raise ValueError(message)

@@ -256,7 +256,7 @@ def _check_storage(storage: Storage, calls: int, where: str) -> None:
         calls if end is None else end
     ):
         message = (
-            f"{where} is made at call {start} and freed at call {end}, and the profile has {count_noun(calls, 'call')}"
+            f"{where} is made at call {start} and freed at call {end}, but the profile has {count_noun(calls, 'call')}"
         )
         raise ValueError(message)
 
@@ -264,5 +264,5 @@ def _check_storage(storage: Storage, calls: int, where: str) -> None:
 def _check_indices(indices: set[int], count: int, where: str, noun: str) -> None:
     for index in indices:
         if not 0 <= index < count:
-            message = f"{where} refers to {noun} {index}, and the profile has {count_noun(count, noun)}"
+            message = f"{where} refers to {noun} {index}, but the profile has {count_noun(count, noun)}"
             raise ValueError(message)

@@ -59,7 +59,7 @@ def _check_regions(model: nn.Module, name: str) -> None:
     region = next((target.name for target in find_targets(model) if stand_in_of(target.module) is not None), None)
     if region is not None:
         message = (
-            f"'{region}' of {name} is already a region, from recollect.apply or an earlier fit, and a plan is "
+            f"'{region}' of {name} is already a region, from recollect.apply or an earlier fit, but a plan is "
             "made from the plain model.\n"
             "Call recollect.remove(model), or remove() on what that call returned, and fit again"
         )
@@ -83,7 +83,7 @@ def _check_devices(model: nn.Module, name: str, batch: Any, *, owns_step: bool) 
     for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         if isinstance(leaf, Tensor) and leaf.device not in (here, torch.device("cpu")):
             message = (
-                f"batch has a tensor {list(leaf.shape)} on {leaf.device}, and {name} is on {here}: move "
+                f"batch has a tensor {list(leaf.shape)} on {leaf.device}, but {name} is on {here}: move "
                 f"one of them, as in tensor.to('{here}')"
             )
             raise ValueError(message)

@@ -103,7 +103,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:
-        message = f"lever {MICRO_BATCHES!r} works with one batch, and {len(batches)} were given: pass the largest"
+        message = f"lever {MICRO_BATCHES!r} works with one batch, but {len(batches)} were given: pass the largest"
         raise ValueError(message)
     ranks = Ranks(model)
     ranks.check_same("budget", str(budget))
@@ -115,7 +115,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         raise ValueError(message)
     if asked and not ranks.are_alike:
         message = (
-            f"levers={set(asked)}: levers need the same model in every process, and here they differ, as pipeline "
+            f"levers={set(asked)}: levers need the same model in every process, but here they differ, as pipeline "
             "stages do: fit without levers"
         )
         raise ValueError(message)

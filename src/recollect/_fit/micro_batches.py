@@ -79,7 +79,7 @@ def find_weight(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
         if abs(total * weight - expected) <= close:
             return weight
     message = (
-        f"lever {MICRO_BATCHES!r} cannot be used: the loss of the whole batch is {expected:.6g}, and those of "
+        f"lever {MICRO_BATCHES!r} cannot be used: the loss of the whole batch is {expected:.6g}, but those of "
         f"its {parts} parts are {total / parts:.6g} on average and {total:.6g} in sum. It works only for a "
         "loss that is a mean or a sum over examples"
     )

@@ -200,7 +200,7 @@ def _check(step_or_model: object, loss: object, optimizer: object) -> None:
         message = f"optimizer={reprlib.repr(optimizer)}: expected an optimizer of torch.optim, an instance or a class"
         raise TypeError(message)
     if torch.is_inference_mode_enabled():
-        message = "recollect.profile runs a training step, and inference mode is on: leave torch.inference_mode() first"
+        message = "recollect.profile runs a training step, but inference mode is on: leave torch.inference_mode() first"
         raise ValueError(message)
 
 

@@ -250,7 +250,7 @@ def _read_options(  # noqa: PLR0917
 ) -> _Options:
     tiers = check_tier(tier, "tier")
     if directory is not None and "disk" not in tiers:
-        message = f"directory={os.fspath(directory)!r} is for the disk tier, and tier={tier!r}. Pass tier='disk'"
+        message = f"directory={os.fspath(directory)!r} is for the disk tier, but tier={tier!r}. Pass tier='disk'"
         raise ValueError(message)
     if not isinstance(wait, bool):
         message = f"wait={wait!r}: expected True or False"

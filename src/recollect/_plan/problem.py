@@ -373,7 +373,7 @@ def _check(profile: Profile) -> None:
     regions = next((call.region for call in profile.calls if call.region), "")
     if regions:
         message = (
-            f"the profile of {profile.name or 'this step'} was taken with regions in place ('{regions}'), and a "
+            f"the profile of {profile.name or 'this step'} was taken with regions in place ('{regions}'), but a "
             "plan is made from the plain step.\n"
             "Remove them (`recollect.remove(model)`), and profile again"
         )

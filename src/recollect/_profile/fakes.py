@@ -77,7 +77,7 @@ def _check_kind(tensor: Tensor) -> None:
         raise ValueError(message)
     if tensor.layout is not torch.strided or is_wrapper(tensor) or tensor.is_quantized:
         message = (
-            f"a dry profile supports plain tensors only, and the model or its inputs hold a {type(tensor).__name__} "
+            f"a dry profile supports plain tensors only, but the model or its inputs hold a {type(tensor).__name__} "
             f"with layout {tensor.layout}. Profile a real step: dry=False"
         )
         raise ValueError(message)

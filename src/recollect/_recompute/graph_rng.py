@@ -95,7 +95,7 @@ def graph_rng(graph: _Graph, *, regions: int) -> Iterator[None]:
         raise ValueError(message)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
-        message = "graph_rng needs an accelerator, and torch finds none"
+        message = "graph_rng needs an accelerator, but torch finds none"
         raise RuntimeError(message)
     generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
     generator = generators[torch.accelerator.current_device_index()]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _OTHER_CALLS = "it calls torch differently than in its first call"
 _OTHER_WAYS = "its tensors are used differently than in its first call"
-_OTHER_DRAWS = "a call draws random numbers, and drew none before"
+_OTHER_DRAWS = "a call draws random numbers, but drew none before"
 
 
 CHOOSING = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ROUTING if hasattr(owner, name))

@@ -249,7 +249,7 @@ class _Forward(KeepingMode):
     def __enter__(self) -> Self:
         if self._was_entered:
             message = (
-                "the contexts of create_selective_checkpoint_contexts work for one call of a region, and these have "
+                "the contexts of create_selective_checkpoint_contexts work for one call of a region, but these have "
                 "been used already.\n"
                 "Give `checkpoint` a function that makes new ones: "
                 "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)."

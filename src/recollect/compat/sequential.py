@@ -53,7 +53,7 @@ def checkpoint_sequential(
         raise ValueError(message)
     chain: Sequence[Callable[..., Any]] = list(functions)
     if not chain:
-        message = "checkpoint_sequential needs at least one function, and got none"
+        message = "checkpoint_sequential needs at least one function, but got none"
         raise ValueError(message)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= len(chain):
         message = f"segments={segments!r}: expected a whole number from 1 to {len(chain)}, the number of functions"

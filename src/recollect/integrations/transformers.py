@@ -96,7 +96,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     found = [part for part in parts if isinstance(part, PreTrainedModel)]
     if not found:
         message = (
-            f"enable expects a Transformers model, and {type(model).__name__} neither is nor holds one; for other "
+            f"enable expects a Transformers model, but {type(model).__name__} neither is nor holds one; for other "
             "models use recollect.apply(model)"
         )
         raise TypeError(message)

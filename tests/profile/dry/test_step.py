@@ -150,7 +150,7 @@ def test_lazy_parameters_are_named_as_the_reason() -> None:
 
 def test_sparse_tensors_are_named_as_the_reason() -> None:
     expected = (
-        r"^a dry profile supports plain tensors only, and the model or its inputs hold a Tensor with layout "
+        r"^a dry profile supports plain tensors only, but the model or its inputs hold a Tensor with layout "
         r"torch\.sparse_coo\. Profile a real step: dry=False$"
     )
     with pytest.raises(ValueError, match=expected), dry_step([], torch.eye(3).to_sparse(), device=CPU):
@@ -186,7 +186,7 @@ def test_a_step_whose_memory_depends_on_its_data_is_told_so(
     said = str(caught.value)
     assert said.startswith(f"{op} in 1 (test_step.py:")
     assert said.endswith(
-        ") needs the values of a tensor, and in a dry profile tensors have no values. What is read there "
+        ") needs the values of a tensor, but in a dry profile tensors have no values. What is read there "
         "(.item(), .tolist(), a size) decides how much memory the step takes. Profile a real step: dry=False"
     )
 

@@ -204,7 +204,7 @@ def _explained(modules: Iterable[nn.Module], answers: Sequence[str]) -> Generato
     except DATA_ERRORS as error:
         what = operator_in(error)
         message = (
-            f"{what} {_locate(error, modules)}needs the values of a tensor, and in a dry profile tensors have no "
+            f"{what} {_locate(error, modules)}needs the values of a tensor, but in a dry profile tensors have no "
             "values. What is read there (.item(), .tolist(), a size) decides how much memory the step takes. "
             "Profile a real step: dry=False"
         )
