@@ -40,7 +40,7 @@ class Counted(nn.Module):
         ({"step": 3}, TypeError, "step=3: expected a function, not int"),
         ({"step": print, "loss": print}, ValueError, "pass either step= or loss="),
         ({"batch": (part for part in [X])}, TypeError, "batch is a generator, which recollect.fit would use up: pass"),
-        ({"batch": X.to("meta")}, ValueError, r"batch has a tensor \[256, 16\] on meta, and Counted is on cpu: move"),
+        ({"batch": X.to("meta")}, ValueError, r"batch has a tensor \[256, 16\] on meta, but Counted is on cpu: move"),
         ({"model": nn.Linear}, TypeError, "a torch.nn.Module first, not the class Linear: pass an instance"),
         (
             {"model": nn.Linear(2, 2, device="meta")},
