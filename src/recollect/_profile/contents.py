@@ -21,7 +21,10 @@ class Contents:
             self._grown[id(container)] = (container, container.copy())
 
     def note(self, container: Any, *, depth: int = 0) -> None:
-        """Keep what a container has now, and what the containers in it have, to a depth; the first time counts."""
+        """Keep what a container has now, and what the containers in it have, to a depth; the first time counts.
+
+        What `note_lost` kept of it before no longer does.
+        """
         if not isinstance(container, CONTAINERS):
             if depth and isinstance(container, tuple):
                 for part in container:
@@ -29,6 +32,7 @@ class Contents:
             return
         if id(container) not in self._noted:
             self._noted[id(container)] = (container, container.copy())
+            self._grown.pop(id(container), None)
         if depth:
             for part in list(container.values() if isinstance(container, dict) else container):
                 self.note(part, depth=depth - 1)

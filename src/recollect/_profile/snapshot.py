@@ -3,7 +3,7 @@
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
 copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
 step that gives them other memory (``p.data = ...``) keeps the old one alive. What a first forward sets up (hooks,
-buffers that were not there) stays set up, once: models know by flags of their own that they have done so. Not seen:
+parts, buffers that were not there) stays set up, once: models know by flags of their own that they have done so. Not seen:
 writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these tables.
 """
 
@@ -21,8 +21,8 @@ from recollect._profile.contents import Contents
 from recollect._profile.storages import Found, storages_of
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+_SET_UP = (
+    *("_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
 _SMALL = 2**20
@@ -59,9 +59,9 @@ class Snapshot:
             )
 
     def note_set_up(self, module: nn.Module) -> None:
-        """The step has run once: hooks that it has set up, or taken away, stay so, whatever it does when run again."""
+        """The step has run once: parts and hooks that it has set, or taken away, stay so, whatever it does again."""
         for part in module.modules():
-            for name in _HOOKS:
+            for name in _SET_UP:
                 self._contents.note(vars(part).get(name))
 
     def note_leaf(self, leaf: Tensor) -> None:
