@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect import Decision, Site, policies
 from recollect._core.torch_private.intercept import Interception
+from recollect._profile.memory import LiveBytes
 from recollect._selective import way
 from recollect._selective.knowledge import knowledge_of
 
@@ -129,6 +134,62 @@ def test_a_replayed_region_is_replayed_again_after_a_counter_looked_on() -> None
     assert [flops_of(lambda: region(x).sum().backward()) for _ in range(5)] == [expected] * 5
     (call,) = recollect.explain(region).regions[0].calls
     assert call.way == "by replaying what backward asks for"
+
+
+class Meter(TorchDispatchMode):
+    """Looks at memory as anybody would who has no device to ask: each storage counts until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls += torch.ones(2).sum().int().item() == 2  # it may call torch, too
+        for found in tree_leaves(result):
+            if isinstance(found, Tensor):
+                storage = found.untyped_storage()
+                if not hasattr(storage, "is_metered"):
+                    storage.is_metered = True  # type: ignore[attr-defined]
+                    self.change(storage.nbytes())
+                    weakref.finalize(storage, self.change, -storage.nbytes())
+        return result
+
+    def change(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.norm(self.up(x)).relu_())
+        return y + x
+
+
+def test_a_region_is_learned_and_replayed_under_somebody_elses_meter_which_sees_the_peak_as_it_is() -> None:
+    module = Overwriting()
+    plain = copy.deepcopy(module)
+    region = recollect.checkpoint(module, policy=policies.save_matmuls)
+    x = torch.randn(512, 64)
+
+    def peak_of_third_step(meter: Any) -> Any:
+        for _ in range(3):
+            with meter() as found:
+                assert_same(gradients(region, module, x), gradients(plain, plain, x))
+        return found
+
+    metered = peak_of_third_step(Meter)
+    (call,) = recollect.explain(region).regions[0].calls
+    assert call.way == "by replaying what backward asks for"
+    assert metered.calls
+    quiet = peak_of_third_step(LiveBytes)
+    assert metered.peak == pytest.approx(quiet.peak_bytes, rel=0.02)
 
 
 def test_from_the_third_size_on_nothing_is_learned_and_nothing_grows(pair: tuple[Ordinary, Ordinary]) -> None:

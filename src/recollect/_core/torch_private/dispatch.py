@@ -143,12 +143,13 @@ def fake_class() -> type[Tensor] | None:
 
 
 def is_watched() -> bool:
-    """Whether somebody looks on who may call torch in between: a dispatch mode of theirs, or hooks on all modules.
+    """Whether somebody may call torch between a region's own calls: hooks on all modules, or one of torch's tracers.
 
-    A mode that makes tensors fake does not look on.
+    Another dispatch mode, such as a meter of memory, runs inside of calls, where those who follow calls do not see it.
     """
-    if _C._len_torch_dispatch_stack() and not all(
-        isinstance(mode, DispatchMode) or type(mode).__module__ == FAKES for mode in _get_current_dispatch_mode_stack()
+    if _C._len_torch_dispatch_stack() and any(
+        getattr(mode, "_mode_key", None) is not None and type(mode).__module__ != FAKES
+        for mode in _get_current_dispatch_mode_stack()
     ):
         return True
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
