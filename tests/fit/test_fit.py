@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 import recollect
 from recollect._fit.run import Runner
+from recollect._profile.memory import LiveBytes
+from recollect._selective import way
+from recollect._selective.knowledge import Learned
 from tests.models import GPT
 
 pytest.importorskip("scipy")
@@ -43,6 +46,23 @@ def test_a_fitted_model_stays_within_its_budget_and_everything_else_is_as_it_was
     fitted.remove()
     assert fitted.is_removed
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_first_step_after_it_learns_nothing_more_which_would_take_more_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = (nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4))
+    model, x = nn.Sequential(*blocks), torch.randn(1024, 128)
+    budget = recollect.profile(model, x).peak_bytes * 3 // 4
+    batches = [(x[:768],), (x,)]
+    fitted = recollect.fit(model, batches, budget=budget)
+    assert any(region.way != "rerun" for region in fitted.plan.regions), fitted
+    monkeypatch.setattr(way, "Asker", pytest.fail)
+    for batch in batches:
+        with LiveBytes([model, *batch]) as meter:
+            model(*batch).sum().backward()
+        assert meter.peak_bytes <= budget
+        model.zero_grad()
 
 
 def test_a_step_of_the_users_is_fitted() -> None:
@@ -93,8 +113,8 @@ def test_before_nothing_is_left_the_plan_with_the_smallest_peak_is_run(monkeypat
     smallest = recollect.plan(recollect.profile(model, TOKENS), budget="min")
     measure, seen = Runner.measure, []
 
-    def mispredict(self: Runner) -> tuple[int | None, float | None]:
-        peak, seconds = measure(self)
+    def mispredict(self: Runner, learned: Learned) -> tuple[int | None, float | None]:
+        peak, seconds = measure(self, learned)
         assert peak is not None
         seen.append(peak)
         return (peak * 3 if len(seen) == 1 else peak), seconds
@@ -105,7 +125,7 @@ def test_before_nothing_is_left_the_plan_with_the_smallest_peak_is_run(monkeypat
     assert fitted.plan.forecast is not None
     assert fitted.plan.peak_bytes == fitted.plan.forecast.floor_bytes  # of its own profile, whose times are others
     fitted.remove()
-    monkeypatch.setattr(Runner, "measure", lambda self: (10**9, 1.0))
+    monkeypatch.setattr(Runner, "measure", lambda _self, _learned: (10**9, 1.0))
     with pytest.raises(recollect.BudgetError, match="there is no tighter plan"):
         recollect.fit(model, TOKENS, budget=int(smallest.peak_bytes * 1.1))
     assert not any("forward" in vars(module) for module in model.modules())
@@ -116,8 +136,8 @@ def test_where_the_smallest_peak_is_missed_full_recomputation_is_run_and_the_sma
 ) -> None:
     measure, seen = Runner.measure, list[int]()
 
-    def mispredict(self: Runner) -> tuple[int | None, float | None]:
-        peak, seconds = measure(self)
+    def mispredict(self: Runner, learned: Learned) -> tuple[int | None, float | None]:
+        peak, seconds = measure(self, learned)
         assert peak is not None
         seen.append(peak * (3 if not seen else 1))
         return seen[-1], seconds

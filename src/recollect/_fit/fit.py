@@ -27,6 +27,7 @@ from recollect._fit.ranks import Ranks
 from recollect._fit.shapes import Bucket, PlanSwitch, Seen
 from recollect._fit.verify import compare_gradients
 from recollect._plan.budget import FASTEST, SMALLEST
+from recollect._selective.knowledge import Learned
 
 _log = logging.getLogger("recollect")
 
@@ -201,6 +202,7 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
                 run, tries = _take_smaller(attempt, run, seen, budget, tries)  # noqa: PLW2901
             whole_s = None if run.step_s is None else attempt.whole_s(run.step_s)
             done = _write_measured(run.plan, run.peak_bytes, whole_s, budget, limit)
+            run.learned.keep()
             return _Corrected(attempt=attempt, plan=done, tries=tries, applied=run.applied, seen=seen)
         run.applied.remove()
         if fits:  # other stages of a pipeline do not, and ask for plans
@@ -230,22 +232,26 @@ class _Run:
         applied: takes it away.
         peak_bytes: the largest peak on all processes; None if memory ran out.
         step_s: how long it took here.
+        learned: what its regions know by now. To learn takes more memory than to run, so the step that is measured is
+            like the user's first only if that knows as much.
     """
 
     plan: Plan
     applied: Applied
     peak_bytes: int | None
     step_s: float | None
+    learned: Learned
 
 
 def _run(attempt: Attempt, plan: Plan, seen: Seen) -> _Run:
     ranks = attempt.subject.ranks
     ranks.check_same("plan", plan.digest)
     applied = apply(attempt.subject.model, plan)
+    learned = Learned()
     try:
         with seen.watching(attempt.subject.model):
-            mine, seconds = attempt.run.measure()
-        return _Run(plan=plan, applied=applied, peak_bytes=ranks.largest(mine), step_s=seconds)
+            mine, seconds = attempt.run.measure(learned)
+        return _Run(plan=plan, applied=applied, peak_bytes=ranks.largest(mine), step_s=seconds, learned=learned)
     except BaseException:
         applied.remove()
         raise

@@ -19,6 +19,7 @@ from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
 from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile_step
+from recollect._selective.knowledge import Learned
 
 _log = logging.getLogger("recollect")
 
@@ -88,16 +89,19 @@ class Runner:
         self._stepping = _read_stepping(seen)
         return seen
 
-    def measure(self) -> tuple[int | None, float | None]:
+    def measure(self, learned: Learned | None = None) -> tuple[int | None, float | None]:
         """The peak and the time of a step as it is now; no peak if memory ran out.
 
         The optimizer is not followed again, which takes longer than some steps: what was seen of it before counts.
+
+        Args:
+            learned: where regions write what they learn; by default it is forgotten.
         """
         gc.collect()
         known = self._stepping
         try:
             with as_written(self._model) if hides_memory(self._model) else nullcontext():
-                seen = self._profile(self._optimizer if known is None else None)
+                seen = self._profile(self._optimizer if known is None else None, learned=learned)
         except (RuntimeError, MemoryError) as error:
             if read_shortage(error) is None:
                 raise
@@ -130,6 +134,7 @@ class Runner:
         dry: bool = False,
         is_timed: bool = True,
         once_more: AbstractContextManager[None] | None = None,
+        learned: Learned | None = None,
     ) -> Profile:
         call = self._call
         with _gradients_present(self._model) if self._has_gradients else nullcontext():
@@ -145,6 +150,7 @@ class Runner:
                 timed=is_timed,
                 progress=self._progress,
                 once_more=once_more,
+                learned=learned,
             )
         return seen if call.function is self._model else keep_within(seen, self._model)
 

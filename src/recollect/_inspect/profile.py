@@ -20,7 +20,7 @@ from recollect._core.reachable import find_reachable, find_roots
 from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
-from recollect._selective.knowledge import learning_apart
+from recollect._selective.knowledge import Learned, learning_apart
 
 __recollect_role__ = Role.RUNNER
 _COUNTERS: tuple[type, ...] = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -121,11 +121,12 @@ def profile_step(  # noqa: PLR0913 (as above)
     timed: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
     once_more: AbstractContextManager[None] | None = None,
+    learned: Learned | None = None,
 ) -> Profile:
     """The same as `profile`, for other parts of the library.
 
     Modules of `model`, if one is given, have the paths that they have in it. In `once_more` a real step that is timed
-    runs once more, unwatched.
+    runs once more, unwatched. What regions learn in a real step is written to `learned`, for a caller who keeps it.
     """
     values = [*inputs, *given.values()]
     _check(step_or_model, loss, optimizer)
@@ -158,7 +159,7 @@ def profile_step(  # noqa: PLR0913 (as above)
         message = f"{name_of(step_or_model)} is on the meta device, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
-        with learning_apart():
+        with learning_apart(learned):
             profiler = make(optimizers, inputs=values)
             run = called.bind(profiler, inputs, given)
             counters: list[object] = []

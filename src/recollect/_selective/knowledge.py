@@ -148,10 +148,26 @@ _known: _Table = WeakKeyDictionary()
 _apart: ContextVar[_Table | None] = ContextVar("recollect_learning_apart", default=None)
 
 
+class Learned:
+    """What regions learn apart from what is known; it goes with this, unless it is kept."""
+
+    def __init__(self) -> None:
+        self.table: _Table = WeakKeyDictionary()
+
+    def keep(self) -> None:
+        """Let it be known to all later calls."""
+        for subject, found in self.table.items():
+            _known.setdefault(subject, {}).update(found)
+
+
 @contextmanager
-def learning_apart() -> Generator[None]:
-    """Inside, regions called on this thread know nothing of calls before, and what they learn is gone afterwards."""
-    token = _apart.set(WeakKeyDictionary())
+def learning_apart(learned: Learned | None = None) -> Generator[None]:
+    """Inside, regions called on this thread know nothing of calls before, and nobody knows later what they learn.
+
+    Args:
+        learned: where it is written, for somebody who may keep it.
+    """
+    token = _apart.set(WeakKeyDictionary() if learned is None else learned.table)
     try:
         yield
     finally:
