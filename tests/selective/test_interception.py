@@ -140,7 +140,7 @@ class Meter(TorchDispatchMode):
     """Looks at memory as anybody would who has no device to ask: each storage counts until it is freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.calls = 0
 
     def __torch_dispatch__(

@@ -3,8 +3,8 @@
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
 copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
 step that gives them other memory (``p.data = ...``) keeps the old one alive. What a first forward sets up (hooks,
-parts, buffers that were not there) stays set up, once: models know by flags of their own that they have done so. Not seen:
-writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these tables.
+parts, buffers that were not there) stays set up, once: models know by flags of their own that they have done so.
+Not seen: writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these tables.
 """
 
 from __future__ import annotations
