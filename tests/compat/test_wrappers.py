@@ -498,6 +498,6 @@ def test_a_class_is_not_applied_over_itself() -> None:
     model = Outer()
     apply_activation_checkpointing(model, CheckpointWrapper, is_linear)
     assert paths_of_wrappers(model) == LINEARS
-    with pytest.raises(AssertionError, match=r"seq.0.lin is a CheckpointWrapper already"):
+    with pytest.raises(AssertionError, match=r"seq.0.lin is already a CheckpointWrapper"):
         apply_activation_checkpointing(model, CheckpointWrapper, is_linear)
     assert paths_of_wrappers(model) == LINEARS
