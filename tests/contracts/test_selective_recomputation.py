@@ -124,6 +124,16 @@ def test_views_of_nothing_are_followed_at_later_calls() -> None:
     assert run_again(turn_some, policies.save_matmuls, squares(3)) == thrice({"sin.default": 1, "cat.default": 1})
 
 
+def test_a_write_into_a_view_of_memory_that_nobody_else_sees_is_followed_at_later_calls() -> None:
+    def add_to_scores(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        scores = torch.einsum("ij,jk->ik", x, v)  # gives a view of a product
+        scores += 1
+        return (scores.sin() @ w).sin()
+
+    policy = policies.save_ops("aten.mm.default")
+    assert run_again(add_to_scores, policy, squares(3)) == thrice({"bmm.default": 1, "sin.default": 1})
+
+
 @pytest.mark.parametrize(
     ("policy", "matmuls"),
     [

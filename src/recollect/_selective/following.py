@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Size, Tensor
 
-from recollect._core.operators import ROUTING, tensors_in
+from recollect._core.operators import ROUTING, storages_in, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
@@ -272,8 +272,9 @@ class Following(FunctionMode):
     def _check_memory(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """What is overwritten later must be memory of its own; statistics that were only updated must be so again."""
         is_read = bool(call.scratch) and flags_of(args, kwargs) != call.flags
-        made = (results_of(result) or ()) if call.is_overwritten and not call.bump else ()
-        if is_read or any(one._is_view() or any(one is value for value in args) for one in made):  # noqa: SLF001
+        made = storages_in(results_of(result)) if call.is_overwritten and not call.bump else []
+        given = storages_in(args, kwargs) if made else []
+        if is_read or any(one is other for one in made for other in given):
             self.why_broken = _OTHER_WAYS
 
     def _check_identity(self, index: int, call: Call, result: Any) -> None:
