@@ -872,6 +872,22 @@ def test_equal_blocks_compiled_one_by_one_are_compiled_once(way: str) -> None:
     assert backend.compiled == 1
 
 
+class Closed(Layer):
+    """A block that Dynamo is told not to look into, as diffusers does with its own."""
+
+
+@pytest.mark.parametrize("rules", [Decision.RECOMPUTE, policies.save_matmuls])
+def test_blocks_of_a_class_that_is_allowed_in_graphs_are_one_graph(rules: Any) -> None:
+    torch.compiler.allow_in_graph(Closed)
+    try:
+        net = nn.Sequential(Closed(), Closed())
+        with recollect.apply(net, {"*": rules}):
+            step = like_plain(net, net, [leaf(2, 4)], of=parameters_of(net))
+        assert step.graphs.count("sigmoid") == {"sigmoid": 2}
+    finally:
+        torch._dynamo.disallow_in_graph(Closed)
+
+
 class Sine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sin()

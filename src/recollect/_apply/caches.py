@@ -125,9 +125,7 @@ class CacheSwitch(InstanceForward):
         module: Any = self._module()
         if not self.is_removed and torch.is_grad_enabled() and (module.training or self._has_labels(args, kwargs)):
             args, kwargs = self._switch_off(args, kwargs)
-        if self._covered is not None:
-            return self._covered(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
+        return self._own_in_graph(module)(*args, **kwargs)
 
     def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         place = self._labels_place

@@ -17,6 +17,7 @@ from weakref import ref
 from torch import nn
 
 from recollect._apply.forwards import forward_of
+from recollect._core.torch_private.compiler import is_closed
 
 _NAME = "forward"
 _DEEPEST = 16  # forwards over forwards
@@ -38,11 +39,20 @@ class InstanceForward(ABC):
         self.name = name
         self.is_removed = False
         self._is_static = isinstance(forward_of(type(module)), staticmethod)
+        # Traced code asks the class, of which users may have changed it; a closed one it cannot ask.
+        self._forward: Any = type(module).forward if is_closed(type(module)) else None
         self._replaced = self._find_replaced(module)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward``."""
+
+    def _own_in_graph(self, module: Any) -> Callable[..., Any]:
+        """What it stands for, as Dynamo can trace it: it binds no methods."""
+        if self._covered is not None:
+            return self._covered
+        forward = type(module).forward if self._forward is None else self._forward
+        return forward if self._is_static else functools.partial(forward, module)
 
     @abstractmethod
     def _for_copy(self, copied: nn.Module) -> Self:
@@ -110,13 +120,6 @@ class InstanceForward(ABC):
         module = self._owner()
         own: Callable[..., Any] = forward_of(type(module)).__get__(module, type(module))
         return own
-
-    def _own_in_graph(self) -> Any:
-        """What it stands for, as Dynamo can trace it: it binds no methods."""
-        if self._covered is not None:
-            return self._covered
-        module: Any = self._module()
-        return type(module).forward if self._is_static else functools.partial(type(module).forward, module)
 
     def __getattr__(self, name: str) -> Any:
         if name in _PASSED_ON:

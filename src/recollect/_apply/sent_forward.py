@@ -40,7 +40,7 @@ class SentForward(InstanceForward):
         """What Dynamo traces: a part of the graph whose values the partitioner is told to offload."""
         from recollect._apply.in_graph import call_in_graph
 
-        own = self._own_in_graph()
+        own = self._own_in_graph(self._module())
         if self.is_removed or isinstance(self.away, Staying):
             return own(*args, **kwargs)
         return call_in_graph(self, own, offload_all, args, kwargs)

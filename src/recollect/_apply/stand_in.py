@@ -43,7 +43,7 @@ class StandIn(InstanceForward):
         """What Dynamo traces."""
         from recollect._apply.in_graph import call_in_graph
 
-        own = self._own_in_graph()
+        own = self._own_in_graph(self._module())
         if self.is_removed:
             return own(*args, **kwargs)
         if self._caches:

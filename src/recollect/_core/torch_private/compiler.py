@@ -1,4 +1,4 @@
-"""Keeps Dynamo out of the engine: what it must not trace runs as it is written.
+"""Keeps Dynamo out of the engine: what it must not trace runs as it is written. And what it was told to keep out of.
 
 Would be replaced by: a `torch.compiler.disable` that does not import all of torch._dynamo (about 2 s).
 Run on: torch 2.11, 2.13.
@@ -6,6 +6,7 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,3 +38,12 @@ def passed_by(fn: F) -> F:
     marks: Any = fn
     set_code_exec_strategy(marks.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return fn
+
+
+def is_closed(kind: type) -> bool:
+    """Whether Dynamo was told not to look into a class, by `torch.compiler.allow_in_graph`.
+
+    Traced code can call its instances, and ask the class itself for nothing. diffusers does so to its blocks.
+    """
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    return rules is not None and bool(rules.is_callable_allowed(kind))
