@@ -1,12 +1,14 @@
 """The callback for Lightning: the same training, to the bit, and a module as it was afterwards."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 
 from recollect.integrations.lightning import RecollectCallback
@@ -37,10 +39,10 @@ class Task(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(task: Task, path: Path, callbacks: list[Any]) -> None:
+def fit(task: Task, path: Path, callbacks: list[Any], **how: Any) -> None:
     trainer = lightning.Trainer(
         max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=path, callbacks=callbacks,
+        enable_model_summary=False, default_root_dir=path, callbacks=callbacks, **how,
     )  # fmt: skip
     torch.manual_seed(1)
     trainer.fit(task, DataLoader(TOKENS, batch_size=3))  # type: ignore[arg-type]
@@ -57,6 +59,29 @@ def test_lightning_trains_as_without_the_callback(options: dict[str, Any], tmp_p
         fit(task, tmp_path, callbacks)
         assert task.again == (0 if not callbacks else 8 if "every" in options else 16)
         assert not any("forward" in vars(module) for module in task.modules())
+        found.append(list(task.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """A strategy that distributes sets variables, and leaves its process group behind."""
+    before = dict(os.environ)
+    yield
+    distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_strategy_that_wraps_the_module_trains_the_same(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [RecollectCallback(policy="selective")]):
+        torch.manual_seed(0)
+        task = Task()
+        fit(task, tmp_path, callbacks, strategy="ddp", devices=1, accumulate_grad_batches=2, precision="bf16-mixed")
+        assert bool(task.again) == bool(callbacks)
+        assert not any("forward" in vars(layer) for layer in task.net.modules())
         found.append(list(task.parameters()))
     assert all(map(torch.equal, *found))
 
