@@ -225,6 +225,9 @@ def show_gaps(name: str, case: Case, options: argparse.Namespace) -> None:
         plain_s = work.problem.plain_s
         found = "-" if point is None else f"{(point.step_s / plain_s - 1) * 100:.1f}"
         cells.append(f"{share}% {found} / {(bound / plain_s - 1) * 100:.1f}")
+    least = frontier.smallest
+    lowest = (least.peak_bytes - held) / (seen.peak_bytes - held)
+    cells.append(f"min {lowest:.1%} {(least.step_s / work.problem.plain_s - 1) * 100:.1f}")
     print(f"{name}: {', '.join(cells)}; planned in {planned_s:.1f} s", flush=True)
 
 

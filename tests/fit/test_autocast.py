@@ -55,7 +55,7 @@ def test_every_budget_is_met_nearly_to_the_byte_that_was_promised(kind: str) -> 
     smallest = recollect.plan(seen, budget="min").peak_bytes
     budgets = {smallest + (seen.peak_bytes - smallest) * part // 8 for part in range(1, 8)}
     tried = set()
-    for budget in sorted(budgets):
+    for budget in ("min", *sorted(budgets)):
         plan = recollect.plan(seen, budget=budget)
         if plan.choices in tried:
             continue
@@ -63,6 +63,5 @@ def test_every_budget_is_met_nearly_to_the_byte_that_was_promised(kind: str) -> 
         with recollect.apply(model, plan):
             for _ in range(2):
                 assert all(map(torch.equal, gradients(), expected))
-            # Its variable `mixed` holds a value until the module returns, which no profile of the plain step shows.
-            assert recollect.profile(step).peak_bytes <= plan.peak_bytes * (1.02 if kind == "written out" else 1.002)
+            assert recollect.profile(step).peak_bytes <= plan.peak_bytes * 1.002
         model.zero_grad()

@@ -67,6 +67,8 @@ class Storage:
         device: where they are, if it is not the device that is profiled: ``"cpu"``. They then do not count.
         made_at: the call that they came with, if it was seen; None: as `calls` say.
         freed_at: the call at whose start they were gone, if it was seen; None: as `lifetime` says.
+        in_variable_until: the call before which the last module's code returned that still had them in a variable; None
+            if none was seen to.
     """
 
     bytes: int
@@ -76,6 +78,7 @@ class Storage:
     device: str = ""
     made_at: int | None = None
     freed_at: int | None = None
+    in_variable_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from recollect._plan.segments import Segment, find_chains
 from recollect._plan.ways import can_replay
 
 _EXPECTED = 50  # candidates for each chain
-_REFINEMENTS, _FAR = 2, 50
+_REFINEMENTS, _FAR = 2, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,8 +187,8 @@ class Problem:
     def let_go(self, storage: int, run: Run) -> int:
         """The forward call before which code lets go of a value that a run makes, if nothing else holds it.
 
-        What a module is given is held by its caller until it returns; what the code of a module has in variables,
-        until that returns.
+        What a module is given is held by its caller until it returns. What the code of a module has in variables is
+        held until that returns: what it had then was seen, and of the rest this is assumed where it was last used.
         """
         last = self.last_use[storage]
         around = self._runs_around(last)
@@ -196,7 +196,8 @@ class Problem:
         stop = max((one.stop for one in around if not one.first <= maker < one.stop), default=last + 1)
         innermost = around[0]
         is_inside = run.first <= innermost.first and innermost.stop <= run.stop
-        return max(stop, innermost.stop) if is_inside else stop
+        seen = self.profile.storages[storage].in_variable_until or 0
+        return max(stop, seen, innermost.stop if is_inside else 0)
 
     def _runs_around(self, number: int) -> list[Run]:
         """The runs that a forward call is part of, innermost first."""

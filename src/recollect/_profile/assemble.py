@@ -77,6 +77,7 @@ def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> As
             device="" if entry.device.type in (known.device.type, "meta") else str(entry.device),
             made_at=None if entry.made_at == BEFORE else entry.made_at,
             freed_at=entry.freed_at,
+            in_variable_until=entry.in_variable_until,
         )
         for number, entry in enumerate(capture.storages.entries)
     )

@@ -37,6 +37,7 @@ from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of, tensors_written
 from recollect._profile.timing import NoTimer, Timer
+from recollect._profile.variables import Variables
 from recollect._profile.whereabouts import Whereabouts
 
 _LIFT = "aten.lift_fresh.default"
@@ -112,6 +113,7 @@ class Capture(DispatchMode):
         self._walked: set[int] = set()
         self._leaves: dict[int, ref[Tensor]] = {}
         self._leaving = ExitStack()
+        self._variables = self.whereabouts.visits.variables = Variables(self._note_variables)
 
     @property
     def saw_backward(self) -> bool:
@@ -133,6 +135,8 @@ class Capture(DispatchMode):
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(watcher.reset, watcher.set(self.whereabouts.scopes))
             stack.enter_context(listeners.listening(self._hear))
+            self._variables.start()
+            stack.callback(self._variables.stop)
             self.whereabouts.visits.start()
             stack.callback(self.whereabouts.visits.stop)
             super().__enter__()
@@ -156,31 +160,36 @@ class Capture(DispatchMode):
             if operator.name == _LIFT:  # `torch.tensor` makes its tensor without an operator, then passes it here
                 self._note_birth(result)
             return result
-        node = current_node() if current_pass() != -1 else None
-        if node is not None:
-            self._note_node(node)
-        sequence = next_sequence() - 1
-        written = tensors_written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
-        if self._snapshot is not None and (written or operator.is_random):
-            self._keep_aside(written, kwargs)
-        measured = None if self._meter is None else self._meter.begin(operator, args, kwargs)
-        started = self.timer.start()
-        result = func(*args, **kwargs)
-        span = self.timer.stop(started)
-        taken = None if self._meter is None or measured is None else self._meter.end(measured)
-        with self._lock:
-            call = RawCall()
-            call.operator, call.span = operator, span
-            self._write_down(call, args, kwargs, result, written)
-            if taken is not None:
-                call.workspace_bytes = taken
-            leaf = self.whereabouts.place(call, sequence, node)
-            if leaf is not None:
-                call.leaf = next(iter(self._numbers(leaf)), -1)
-            self.calls.append(call)
-        if self._progress is not None and len(self.calls) % _PROGRESS_EVERY == 0:
-            self._progress(len(self.calls))
-        return result
+        is_paused = self._variables.pause()
+        try:
+            node = current_node() if current_pass() != -1 else None
+            if node is not None:
+                self._note_node(node)
+            sequence = next_sequence() - 1
+            written = tensors_written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
+            if self._snapshot is not None and (written or operator.is_random):
+                self._keep_aside(written, kwargs)
+            measured = None if self._meter is None else self._meter.begin(operator, args, kwargs)
+            started = self.timer.start()
+            result = func(*args, **kwargs)
+            span = self.timer.stop(started)
+            taken = None if self._meter is None or measured is None else self._meter.end(measured)
+            with self._lock:
+                call = RawCall()
+                call.operator, call.span = operator, span
+                self._write_down(call, args, kwargs, result, written)
+                if taken is not None:
+                    call.workspace_bytes = taken
+                leaf = self.whereabouts.place(call, sequence, node)
+                if leaf is not None:
+                    call.leaf = next(iter(self._numbers(leaf)), -1)
+                self.calls.append(call)
+            if self._progress is not None and len(self.calls) % _PROGRESS_EVERY == 0:
+                self._progress(len(self.calls))
+            return result
+        finally:
+            if is_paused:
+                self._variables.resume()
 
     def write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write down an operator that is not run and would give nothing."""
@@ -197,6 +206,16 @@ class Capture(DispatchMode):
             self.storages.settle(at)
             for storage, device in storages_of(result):
                 self.storages.number(storage, device, at)
+
+    def _note_variables(self, tensors: list[Tensor]) -> None:
+        """Code of a module returns that has these in variables; what runs again in backward says nothing."""
+        if current_pass() != -1:
+            return
+        with self._lock:
+            at = len(self.calls)
+            self.storages.settle(at)
+            for tensor in tensors:
+                self.storages.note_variable(tensor, at)
 
     def _keep_aside(self, written: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
         """Memory that is about to be written into, and generators that are about to be drawn from."""

@@ -23,13 +23,15 @@ class StorageLife:
         made_at: the call that it came with, `BEFORE` if it was there.
         is_given: whether no operator made it: it was there, or came in another way and was met as an argument.
         freed_at: the call at whose start it was gone; None while it is there.
+        in_variable_until: the call before which the last code returned that still had it in a variable; None if none.
     """
 
-    __slots__ = ("device", "freed_at", "is_given", "made_at", "nbytes")
+    __slots__ = ("device", "freed_at", "in_variable_until", "is_given", "made_at", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, made_at: int, *, is_given: bool) -> None:
         self.nbytes, self.device, self.made_at, self.is_given = nbytes, device, made_at, is_given
         self.freed_at: int | None = None
+        self.in_variable_until: int | None = None
 
 
 class _Tracked(weakref.ref[torch.UntypedStorage]):
@@ -104,6 +106,13 @@ class StorageLog:
         if tracked is None or self.entries[tracked.number].nbytes != storage.nbytes():
             return None
         return tracked.number
+
+    def note_variable(self, tensor: Tensor, call: int) -> None:
+        """Code that returns before this call still has a tensor in a variable; call `settle` before."""
+        for storage, _ in storages_of(tensor):
+            number = self.find_same(storage)
+            if number is not None:
+                self.entries[number].in_variable_until = call
 
     def include(self, tensor: Tensor) -> list[int]:
         """The numbers of what a tensor is made of, which was there before the step."""

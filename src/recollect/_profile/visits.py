@@ -1,4 +1,7 @@
-"""Which modules were called between two operators: so that two calls of a module in a row are told apart."""
+"""Which modules were called between two operators: so that two calls of a module in a row are told apart.
+
+Whoever looks at their variables is told of them, too.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ from typing import Any
 from torch import nn
 
 from recollect._core.torch_private.calls import Watch
+from recollect._profile.variables import Variables
 
 
 class Visits:
     """While started, notes the modules that are called, on all threads. Holds no module alive."""
 
     def __init__(self) -> None:
+        self.variables: Variables | None = None
         self._entered: list[int] = []
         self._watch = Watch(self)
 
@@ -27,6 +32,8 @@ class Visits:
     def enter(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         """A module is called."""
         self._entered.append(id(module))
+        if self.variables is not None:
+            self.variables.watch(module)
 
     def leave(self, entry: Any) -> None:
         """Never called: nothing is noted of the end of a call."""

@@ -1,0 +1,78 @@
+"""Which values the code of modules still has in variables when it returns.
+
+Autograd holds most of them anyway, so that the plain step does not show it; where a plan lets go of one, the variable
+keeps it until the module's ``forward`` is over. Seen by a profile function of Python's, unless somebody else has one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+_MOST = 64  # values of a collection that are looked at
+
+
+class Variables:
+    """While started, tells of the tensors that variables hold when a module's own code returns, on this thread.
+
+    Args:
+        note: called with these tensors.
+    """
+
+    def __init__(self, note: Callable[[list[Tensor]], None]) -> None:
+        self._note = note
+        self._codes: set[CodeType] = set()
+        self._hook: Callable[[FrameType, str, Any], None] | None = None
+
+    def start(self) -> None:
+        """Begin to look, if nobody else does."""
+        if sys.getprofile() is None:
+            self._hook = self._make_hook()
+            sys.setprofile(self._hook)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self.pause()
+        self._hook = None
+        self._codes.clear()
+
+    def pause(self) -> bool:
+        """Look away for a while: each call of Python costs time under a hook. False if nobody looks on this thread."""
+        is_on = self._hook is not None and sys.getprofile() is self._hook
+        if is_on:
+            sys.setprofile(None)
+        return is_on
+
+    def resume(self) -> None:
+        """Look again."""
+        sys.setprofile(self._hook)
+
+    def watch(self, module: nn.Module) -> None:
+        """A module is called: look at its code from now on."""
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None:
+            self._codes.add(code)
+
+    def _make_hook(self) -> Callable[[FrameType, str, Any], None]:
+        """A closure, written out: it runs at every call and return."""
+        codes, note = self._codes, self._note
+
+        def hear(frame: FrameType, event: str, _: Any) -> None:
+            if event == "return" and frame.f_code in codes:
+                note(list(_find_tensors(frame.f_locals.values())))
+
+        return hear
+
+
+def _find_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in collections of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list, dict) and len(value) <= _MOST:
+            parts = value.values() if type(value) is dict else value
+            yield from (part for part in parts if isinstance(part, Tensor))
