@@ -113,7 +113,7 @@ class Capture(DispatchMode):
         self._walked: set[int] = set()
         self._leaves: dict[int, ref[Tensor]] = {}
         self._leaving = ExitStack()
-        self._variables = self.whereabouts.visits.variables = Variables(self._note_variables)
+        self._variables = self.whereabouts.visits.variables = Variables()
 
     @property
     def saw_backward(self) -> bool:
@@ -135,7 +135,7 @@ class Capture(DispatchMode):
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(watcher.reset, watcher.set(self.whereabouts.scopes))
             stack.enter_context(listeners.listening(self._hear))
-            self._variables.start()
+            self._variables.start(self._note_variables)
             stack.callback(self._variables.stop)
             self.whereabouts.visits.start()
             stack.callback(self.whereabouts.visits.stop)

@@ -17,21 +17,16 @@ _MOST = 64  # values of a collection that are looked at
 
 
 class Variables:
-    """While started, tells of the tensors that variables hold when a module's own code returns, on this thread.
+    """While started, tells of the tensors that variables hold when a module's own code returns, on this thread."""
 
-    Args:
-        note: called with these tensors.
-    """
-
-    def __init__(self, note: Callable[[list[Tensor]], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         self._codes: set[CodeType] = set()
         self._hook: Callable[[FrameType, str, Any], None] | None = None
 
-    def start(self) -> None:
-        """Begin to look, if nobody else does."""
+    def start(self, note: Callable[[list[Tensor]], None]) -> None:
+        """Begin to look, if nobody else does; `note` is called with the tensors, and held until `stop`."""
         if sys.getprofile() is None:
-            self._hook = self._make_hook()
+            self._hook = self._make_hook(note)
             sys.setprofile(self._hook)
 
     def stop(self) -> None:
@@ -57,9 +52,9 @@ class Variables:
         if code is not None:
             self._codes.add(code)
 
-    def _make_hook(self) -> Callable[[FrameType, str, Any], None]:
+    def _make_hook(self, note: Callable[[list[Tensor]], None]) -> Callable[[FrameType, str, Any], None]:
         """A closure, written out: it runs at every call and return."""
-        codes, note = self._codes, self._note
+        codes = self._codes
 
         def hear(frame: FrameType, event: str, _: Any) -> None:
             if event == "return" and frame.f_code in codes:
