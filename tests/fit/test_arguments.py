@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import recollect
 
@@ -41,6 +42,18 @@ class Counted(nn.Module):
         ({"step": print, "loss": print}, ValueError, "pass either step= or loss="),
         ({"batch": (part for part in [X])}, TypeError, "batch is a generator, which recollect.fit would use up: pass"),
         ({"batch": X.to("meta")}, ValueError, r"batch has a tensor \[256, 16\] on meta, but Counted is on cpu: move"),
+        ({"budget": 0}, ValueError, "budget 0: a step needs more than nothing"),
+        ({"budget": "0%"}, ValueError, "budget '0%': a step needs more than nothing"),
+        ({"loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class: pass an instance, as in loss=MSELoss\(\)"),
+        ({"step": print, "recover": True}, ValueError, "recover=True is for Fitted.forward_backward, but step= runs"),
+        ({"batch": []}, ValueError, "batch is an empty list: pass what one step is called with"),
+        ({"batch": {}}, ValueError, "batch is an empty dict: pass what one step is called with"),
+        ({"batch": TensorDataset(X)}, TypeError, "batch is a TensorDataset, .*: pass a DataLoader of it, or one batch"),
+        (
+            {"batch": {"x": X, "row": 3}},
+            ValueError,
+            r"Counted.forward\(x\) cannot be called .*: it does not take 'row'",
+        ),
         ({"model": nn.Linear}, TypeError, "a torch.nn.Module first, not the class Linear: pass an instance"),
         (
             {"model": nn.Linear(2, 2, device="meta")},
@@ -70,6 +83,40 @@ def test_without_a_batch_the_error_says_so() -> None:
     with pytest.raises(TypeError, match="missing 1 required") as caught:
         recollect.fit(Counted(), budget="min")
     assert "recollect.fit was given no batch for Counted.forward(x): pass one" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (
+            {"step": lambda x: None},
+            ValueError,
+            "step=<lambda> ran no backward, and returned no loss to run it of: call",
+        ),
+        ({"loss": lambda output: None}, ValueError, "loss= gave None, which has no graph behind it: expected a tensor"),
+        ({"loss": lambda output: output.sum().item()}, ValueError, "loss= gave a float, .*: expected a tensor that"),
+    ],
+)
+def test_a_step_without_a_loss_is_refused_with_what_to_return(given: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        recollect.fit(Counted(), X, budget="1GiB", **given)
+
+
+def test_a_model_that_fails_on_a_batch_of_another_class_says_how_it_was_called() -> None:
+    with pytest.raises(TypeError) as caught:
+        recollect.fit(Counted(), X.numpy(), budget="1GiB")
+    assert "gave Counted.forward(x) the whole batch, a ndarray: if it does not take that, pass a tensor" in str(
+        caught.value.__notes__
+    )
+
+
+def test_an_optimizer_of_another_model_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = Counted(), torch.optim.SGD(Counted().parameters())
+    with (
+        caplog.at_level(logging.WARNING, logger="recollect"),
+        recollect.fit(model, X, budget="1GiB", optimizer=optimizer),
+    ):
+        assert "SGD has no parameter of Counted" in caplog.text
 
 
 def test_a_model_in_eval_mode_is_fitted_and_the_log_says_that_training_may_take_more(

@@ -165,6 +165,13 @@ def test_what_cannot_fit_is_refused_with_the_smallest_peak_and_what_sets_it() ->
         recollect.plan(seen, budget=error.value.smallest_bytes - 1)
 
 
+def test_a_model_in_place_of_its_profile_is_refused_with_the_call_that_makes_one() -> None:
+    with pytest.raises(
+        TypeError, match=r"expects a Profile, as recollect.profile\(model, batch\) returns it, not Linear"
+    ):
+        recollect.plan(nn.Linear(2, 2), budget="1GiB")  # type: ignore[arg-type]
+
+
 def test_planning_needs_the_plain_step() -> None:
     model, inputs = MODELS["GPT"]()
     with recollect.apply(model):

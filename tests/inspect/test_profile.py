@@ -382,7 +382,7 @@ def test_a_model_without_a_loss_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="cannot make a loss from what Linear returns") as caught:
         recollect.profile(model, torch.ones(1, 2))
     assert "`loss=`" in str(caught.value)
-    with pytest.raises(ValueError, match="loss= returned float, which has no graph behind it"):
+    with pytest.raises(ValueError, match="loss= returned a float, which has no graph behind it"):
         recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
 
 

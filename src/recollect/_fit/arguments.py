@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import find_targets
@@ -19,7 +20,9 @@ _log = logging.getLogger("recollect")
 _ANY_DEVICE = 1 << 60  # bytes: a share of a device is read when it is known which
 
 
-def check_arguments(model: object, batch: Any, *, budget: int | str, loss: object, step: object) -> None:
+def check_arguments(
+    model: object, batch: Any, *, budget: int | str, loss: object, step: object, optimizer: object, recover: bool
+) -> None:
     """Refuse what cannot work; what may be a mistake goes to the log.
 
     Raises:
@@ -35,22 +38,56 @@ def check_arguments(model: object, batch: Any, *, budget: int | str, loss: objec
         if given is not None and not callable(given):
             message = f"{name}={given!r}: expected a function, not {type(given).__name__}"
             raise TypeError(message)
+        if isinstance(given, type) and issubclass(given, nn.Module):
+            message = f"{name}={given.__name__} is a class: pass an instance, as in {name}={given.__name__}()"
+            raise TypeError(message)
     if step is not None and loss is not None:
         message = "recollect.fit: step= runs the whole step, including its loss; pass either step= or loss="
         raise ValueError(message)
+    if recover and step is not None:
+        message = (
+            "recover=True is for Fitted.forward_backward, but step= runs forward and backward itself: leave one of "
+            "them out, and pass loss= if the model does not compute its loss"
+        )
+        raise ValueError(message)
+    _check_batch(batch)
+    name = type(model).__name__
+    _check_regions(model, name)
+    _check_devices(model, name, batch, owns_step=step is None)
+    _check_optimizer(model, name, optimizer)
+    if not model.training:
+        _log.warning(
+            "recollect.fit: %s is in eval mode, and is fitted that way; in train mode, dropout and batch norms "
+            "may take more memory. Call model.train() first",
+            name,
+        )
+
+
+def _check_batch(batch: Any) -> None:
     if isinstance(batch, Iterator):
         message = (
             f"batch is a {type(batch).__name__}, which recollect.fit would use up: pass one batch, the largest, "
             "or the DataLoader itself"
         )
         raise TypeError(message)
-    name = type(model).__name__
-    _check_regions(model, name)
-    _check_devices(model, name, batch, owns_step=step is None)
-    if not model.training:
+    if isinstance(batch, Dataset):
+        name = type(batch).__name__
+        message = f"batch is a {name}, which has examples and no batches: pass a DataLoader of it, or one batch"
+        raise TypeError(message)
+    if isinstance(batch, (Mapping, tuple, list)) and not batch:
+        message = f"batch is an empty {type(batch).__name__}: pass what one step is called with, as large as it gets"
+        raise ValueError(message)
+
+
+def _check_optimizer(model: nn.Module, name: str, optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    trained = {id(parameter) for parameter in model.parameters()}
+    if not any(id(one) in trained for group in optimizer.param_groups for one in group["params"]):
         _log.warning(
-            "recollect.fit: %s is in eval mode, and is fitted that way; in train mode, dropout and batch norms "
-            "may take more memory. Call model.train() first",
+            "recollect.fit: %s has no parameter of %s, so its state is counted as it is now. If the model was "
+            "wrapped, sharded or loaded after the optimizer was made, make the optimizer again",
+            type(optimizer).__name__,
             name,
         )
 

@@ -134,7 +134,7 @@ def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
             return replace(call, kwargs=dict(batch))
     elif isinstance(batch, (tuple, list)) and _binds(forward, tuple(batch), {}):
         return replace(call, args=tuple(batch))
-    if _binds(forward, (batch,), {}):
+    if _binds(forward, (batch,), {}) and not _names_arguments(batch, forward):
         return replace(call, args=(batch,), doubt=_doubt(model, forward, batch, loss))
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
         return _call_with(model, batch[0], loss)
@@ -142,12 +142,17 @@ def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
 
 
 def _doubt(model: nn.Module, forward: Callable[..., Any], batch: Any, loss: Callable[[Any], Tensor] | None) -> str:
-    """What to say where a model fails that was given a batch of several parts as one argument."""
-    if not isinstance(batch, (Mapping, tuple, list)):
+    """What to say where a model fails that was given something else than a tensor as its one argument."""
+    if isinstance(batch, Tensor):
         return ""
     what = (
         f"recollect.fit gave {type(model).__name__}.forward{_signature_of(forward)} the whole batch, {describe(batch)}"
     )
+    if not isinstance(batch, (Mapping, tuple, list)):
+        return (
+            f"{what}: if it does not take that, pass a tensor, a tuple of arguments, a dict of keywords or a "
+            "DataLoader; or step=, a function that runs the step"
+        )
     if loss is None:
         return f"{what}: if it has targets, pass loss=, a function of the output and the targets"
     return f"{what}: leave out what the model does not take, or pass step=, a function that runs the step"
@@ -181,6 +186,12 @@ def _take_target(batch: Any, model: nn.Module) -> tuple[Any, Any]:
             return inputs[0], last
         return tuple(inputs), last
     return batch, batch
+
+
+def _names_arguments(batch: Any, forward: Callable[..., Any]) -> bool:
+    """Whether some keys of a mapping are arguments of forward: then it is not meant as one."""
+    signature = _find_signature(forward)
+    return isinstance(batch, Mapping) and signature is not None and any(key in signature.parameters for key in batch)
 
 
 def _find_unknown(batch: Mapping[Any, Any], forward: Callable[..., Any]) -> list[Any]:

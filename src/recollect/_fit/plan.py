@@ -55,6 +55,7 @@ def plan(
     Raises:
         BudgetError: no plan fits; it says what the smallest peak is, what sets it, and what would lower it.
         ValueError: the budget or `tiers` cannot be read, or the profile is not one of a plain step with a backward.
+        TypeError: `profile` is something else, such as the model.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
 
     >>> import torch, recollect
@@ -71,6 +72,13 @@ def plan(
     ...
     recollect._core.errors.BudgetError: no plan fits 1.00 KiB ...: the smallest reachable peak is ... MiB, at ...
     """
+    if not isinstance(profile, Profile):
+        found = type(profile).__name__
+        message = (
+            f"recollect.plan expects a Profile, as recollect.profile(model, batch) returns it, not {found}. To read "
+            "one from a file: recollect.Profile.from_json(path.read_text()); to plan and apply at once: recollect.fit"
+        )
+        raise TypeError(message)
     import_scipy()
     wanted = _read_wish(budget) if isinstance(budget, Plan) else budget
     asked = parse_budget(wanted, device_bytes=find_device_bytes(profile))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from recollect._apply.function import name_of
 from recollect._apply.targets import by_name, find_targets
 from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
@@ -87,6 +88,12 @@ class Runner:
         """The step with its optimizer's."""
         seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
         self._stepping = _read_stepping(seen)
+        if seen.forward_count == len(seen.calls) and self._call.function is not self._model:
+            message = (
+                f"step={name_of(self._call.function)} ran no backward, and returned no loss to run it of: call "
+                "loss.backward() in it, or return the loss, neither detached nor as a number"
+            )
+            raise ValueError(message)
         return seen
 
     def measure(self, learned: Learned | None = None) -> tuple[int | None, float | None]:

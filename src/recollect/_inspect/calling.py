@@ -72,7 +72,7 @@ class ModelCall:
                 output = self.forward(*inputs, **kwargs)
                 value = loss_in(output) if self.loss is None else self.loss(output)
             if not isinstance(value, Tensor) or not value.requires_grad:
-                raise ValueError(_explain_no_loss(self.model, output, value))
+                raise ValueError(_explain_no_loss(self.model, output, value, is_given=self.loss is not None))
             value.backward() if value.dim() == 0 else value.sum().backward()
 
         return run
@@ -150,11 +150,15 @@ def loss_in(output: Any, *, is_trained: bool = True) -> Tensor | None:
     return sum(sums[1:], sums[0]) if sums else None
 
 
-def _explain_no_loss(model: nn.Module, output: Any, value: Any) -> str:
+def _explain_no_loss(model: nn.Module, output: Any, value: Any, *, is_given: bool) -> str:
     what = type(model).__name__
-    if value is None:
+    if not is_given:
         return (
             f"cannot make a loss from what {what} returns ({type(output).__name__}): no tensor in it requires grad. "
             "Pass `loss=`, a function from the output to the loss, or unfreeze what you want to train"
         )
-    return f"loss= returned {type(value).__name__}, which has no graph behind it: expected a tensor that requires grad"
+    given = "None" if value is None else f"a {type(value).__name__}"
+    return (
+        f"loss= returned {given}, which has no graph behind it: expected a tensor that requires grad. Return the loss "
+        "itself, neither detached nor as a number"
+    )

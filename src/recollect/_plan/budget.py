@@ -66,10 +66,16 @@ def parse_budget(budget: int | str, *, device_bytes: int | None = None) -> Budge
     except TypeError:
         message = f"budget {budget!r}: {expected}"
         raise TypeError(message) from None
+    if not count:
+        message = f"budget {budget!r}: a step needs more than nothing; for the smallest peak that can be reached, 'min'"
+        raise ValueError(message)
     return Budget(text=budget.strip() if isinstance(budget, str) else format_bytes(count), bytes=count)
 
 
 def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budget:
+    if not share:
+        message = f"budget {budget!r}: a step needs more than nothing; for the smallest peak that can be reached, 'min'"
+        raise ValueError(message)
     if not device_bytes:
         message = (
             f"budget {budget!r}: the profile does not say how much memory its device has. Give bytes, as in '40GiB', "
