@@ -78,6 +78,12 @@ def test_what_was_written_can_be_applied_as_the_command_says(invoke: Invoke, fol
     applied.remove()
 
 
+def test_a_budget_without_a_unit_is_in_bytes(invoke: Invoke) -> None:
+    invoke("profile", "blocks:make_model", "--json", "step.json", "--quiet")
+    done = invoke("plan", "step.json", "--budget", str(5 * 2**20), "--quiet")
+    assert "budget 5.00 MiB" in done.out
+
+
 def test_a_profile_that_was_written_is_planned_without_running_anything(invoke: Invoke) -> None:
     assert invoke("profile", "blocks:make_model", "--json", "step.json", "--quiet").code == 0
     done = invoke("plan", "step.json", "--budget", "min", "--quiet")

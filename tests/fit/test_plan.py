@@ -172,6 +172,25 @@ def test_a_model_in_place_of_its_profile_is_refused_with_the_call_that_makes_one
         recollect.plan(nn.Linear(2, 2), budget="1GiB")  # type: ignore[arg-type]
 
 
+class Flat(nn.Module):
+    """Computes everything in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(6, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def test_a_model_without_modules_inside_is_refused_with_that_as_the_reason() -> None:
+    seen = recollect.profile(Flat(), torch.randn(64, 16))
+    with pytest.raises(recollect.BudgetError, match=r"no modules inside, .*: make its parts a torch.nn.Module each"):
+        recollect.plan(seen, budget=seen.peak_bytes // 2)
+
+
 def test_planning_needs_the_plain_step() -> None:
     model, inputs = MODELS["GPT"]()
     with recollect.apply(model):

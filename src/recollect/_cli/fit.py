@@ -20,7 +20,7 @@ from recollect._cli.arguments import (
     TracebackOption,
 )
 from recollect._cli.endings import loading
-from recollect._cli.planned import Outputs, check_budget
+from recollect._cli.planned import Outputs, read_budget
 from recollect._cli.profiling import Options, gather_step
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
 from recollect._cli.target import Function, find_target
@@ -59,7 +59,7 @@ def fit(
         recollect fit train.py:make_model --budget 12GiB --lever chunked_loss --lever micro_batches
     """
     outputs = Outputs.check(out, html, quiet=quiet)
-    check_budget(budget, tiers)
+    wanted = read_budget(budget, tiers)
     for name in lever or ():
         if name not in LEVERS:
             fail(f"--lever {name}: expected {', '.join(LEVERS)}")
@@ -80,7 +80,7 @@ def fit(
                     f"and its inputs, or runs a step, {target}:function. "
                     f"To plan for the script: recollect plan {target}"
                 )
-            fitted = _fit(options, found, progress, budget=budget, tiers=tiers, levers=lever or ())
+            fitted = _fit(options, found, progress, budget=wanted, tiers=tiers, levers=lever or ())
     outputs.write(fitted.plan, fitted.profile, tiers=tiers)
 
 

@@ -97,17 +97,19 @@ def explain_failure(work: Callable[[], T]) -> T:
         fail(str(error), code=FAILED)
 
 
-def check_budget(budget: str, tiers: str | None) -> None:
-    """Refuse what is not a budget or not a tier, before any work is done.
+def read_budget(budget: str, tiers: str | None) -> int | str:
+    """The budget that was written, bytes without a unit as a number; refuses what is not a budget or not a tier.
 
     Raises:
         typer.Exit: said on standard error.
     """
     from recollect._plan.budget import parse_budget
 
+    wanted = int(budget) if budget.strip().isdecimal() else budget
     try:
-        parse_budget(budget, device_bytes=1)
+        parse_budget(wanted, device_bytes=1)
     except ValueError as error:
         fail(f"--budget: {error}")
     if tiers not in (None, "host"):
         fail(f"--tiers {tiers}: expected host")
+    return wanted

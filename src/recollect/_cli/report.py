@@ -40,6 +40,10 @@ def report(
 
     **Exit codes**: 0 done, 2 wrong usage.
 
+    The report is printed; --to writes it to a file, as a page, a picture or a trace.
+
+    Exit codes: 0 done, 1 the file could not be written, 2 wrong usage.
+
     **Examples**
 
         recollect report step.json

@@ -37,7 +37,7 @@ class Question:
     unknown: str
     multiple_of: int
     world: int
-    budget: str
+    budget: int | str
     tiers: str | None
 
 

@@ -46,6 +46,11 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
             "That is the optimizer's step: use an optimizer with less state or fewer temporaries (fused=True, "
             "foreach=False)"
         )
+    elif not any(entry.path for entry in profile.modules):
+        advice = (
+            "The model has no modules inside that a plan could recompute one by one: make each of its parts a "
+            "torch.nn.Module. Or raise the budget, or shrink the batch"
+        )
     elif profile.storages and _is_head(problem, smallest.peak_call):
         chunks = "let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), "
         can_chunk = has_cross_entropy(profile.calls)
