@@ -55,7 +55,8 @@ def test_every_budget_is_met_nearly_to_the_byte_that_was_promised(kind: str) -> 
     smallest = recollect.plan(seen, budget="min").peak_bytes
     budgets = {smallest + (seen.peak_bytes - smallest) * part // 8 for part in range(1, 8)}
     tried = set()
-    for budget in ("min", *sorted(budgets)):
+    goals: list[int | str] = ["min", *sorted(budgets)]
+    for budget in goals:
         plan = recollect.plan(seen, budget=budget)
         if plan.choices in tried:
             continue

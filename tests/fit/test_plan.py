@@ -187,7 +187,7 @@ class Flat(nn.Module):
 
 def test_a_model_without_modules_inside_is_refused_with_that_as_the_reason() -> None:
     seen = recollect.profile(Flat(), torch.randn(64, 16))
-    with pytest.raises(recollect.BudgetError, match=r"no modules inside, .*: make its parts a torch.nn.Module each"):
+    with pytest.raises(recollect.BudgetError, match=r"no modules inside .*: make each of its parts a torch.nn.Module"):
         recollect.plan(seen, budget=seen.peak_bytes // 2)
 
 
