@@ -112,6 +112,33 @@ def test_a_step_is_called_with_the_batch_or_its_parts(
     assert (call.args, dict(call.kwargs)) == (args, kwargs)
 
 
+def test_a_step_that_fails_on_a_whole_batch_says_how_it_was_called() -> None:
+    model = nn.Linear(2, 2)
+
+    def step(x: Any, y: Any = None) -> Tensor:
+        return (model(x) - y).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(TypeError) as caught:
+        recollect.fit(model, (torch.ones(3, 2), torch.ones(3, 2)), step=step, budget="1GiB")
+    (note,) = caught.value.__notes__
+    assert (
+        "called step=step(x, y) with the whole batch, a tuple of 2: if it is to get the parts, let it take them" in note
+    )
+
+
+def test_a_step_that_accumulates_gradients_is_refused_with_what_to_give() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+
+    def step(x: Tensor) -> None:
+        for part in x.chunk(2):
+            model(part).sum().backward()
+
+    with pytest.raises(
+        ValueError, match="Of a step that accumulates gradients give one micro-batch; of one that trains"
+    ):
+        recollect.fit(model, torch.ones(4, 2), step=step, budget="1GiB")
+
+
 def test_a_step_that_cannot_be_called_is_refused() -> None:
     def advance(x: Tensor, y: Tensor, lr: float) -> None:
         """Take more than there is."""

@@ -42,7 +42,7 @@ def report(
 
     The report is printed; --to writes it to a file, as a page, a picture or a trace.
 
-    Exit codes: 0 done, 1 the file could not be written, 2 wrong usage.
+    Exit codes: 0 done, 2 wrong usage, or a file cannot be read or written.
 
     **Examples**
 

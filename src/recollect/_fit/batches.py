@@ -85,10 +85,15 @@ def read_step(batch: Any, step: Callable[..., Any]) -> Call:
     forms: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {})]
     if batch is not None:
         forms = [((batch,), {}), (parts, {}), ((), keywords), ((), {})]
+    name = getattr(step, "__name__", type(step).__name__)
     for args, kwargs in forms:
         if _binds(step, args, kwargs):
-            return Call(function=step, args=args, kwargs=kwargs)
-    name = getattr(step, "__name__", type(step).__name__)
+            has_parts = len(args) == 1 and args[0] is batch and isinstance(batch, (Mapping, tuple, list))
+            doubt = (
+                f"recollect.fit called step={name}{_signature_of(step)} with the whole batch, {describe(batch)}: "
+                "if it is to get the parts, let it take them without defaults"
+            )
+            return Call(function=step, args=args, kwargs=kwargs, doubt=doubt if has_parts else "")
     message = (
         f"step={name}{_signature_of(step)} cannot be called with this batch, {describe(batch)}: expected a "
         "function that takes the batch, its parts, or nothing"

@@ -401,6 +401,7 @@ def _check(profile: Profile) -> None:
         if call.phase is Phase.FORWARD and call.outputs and call.module:
             message = (
                 f"call {number} ({call.op} in {call.module}) belongs to forward and comes after backward has begun: "
-                "only a step with one forward and one backward can be planned. Profile one micro-batch"
+                "only a step with one forward and one backward can be planned.\nFor a step that accumulates gradients, "
+                "pass one micro-batch; for one that trains several models in turn, the part that trains this one"
             )
             raise ValueError(message)
