@@ -134,7 +134,7 @@ def test_a_step_that_accumulates_gradients_is_refused_with_what_to_give() -> Non
             model(part).sum().backward()
 
     with pytest.raises(
-        ValueError, match="Of a step that accumulates gradients give one micro-batch; of one that trains"
+        ValueError, match="For a step that accumulates gradients, pass one micro-batch; for one that trains"
     ):
         recollect.fit(model, torch.ones(4, 2), step=step, budget="1GiB")
 
