@@ -135,3 +135,11 @@ def test_torch_logs_nothing_where_an_operator_refuses(caplog: pytest.LogCaptureF
     with pytest.raises(RuntimeError), dry_step([], torch.ones(2, 3), device=CPU) as dry:
         dry.values @ dry.values
     assert not caplog.records
+
+
+def test_sparse_gradients_take_what_they_take_in_a_real_step() -> None:
+    model = nn.Sequential(nn.Embedding(500, 16, sparse=True), nn.Linear(16, 16))
+    numbers = torch.arange(32).reshape(4, 8)
+    real = recollect.profile(model, numbers, loss=lambda out: out.square().mean())
+    dry = recollect.profile(model, numbers, loss=lambda out: out.square().mean(), dry=True, device="cpu")
+    assert dry.peak_bytes == real.peak_bytes

@@ -104,6 +104,8 @@ class Answers(DispatchMode):
 
     def _remember(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """What a result is, for when it is read: a check, a count, an index, a mask that is seldom true, a range."""
+        if any(isinstance(one, Tensor) and one.layout is not torch.strided for one in (*args[:1], result)):
+            return  # sparse gradients: nothing of these, and no memory of their own
         if name.startswith(_CHECKS):
             self._checks[result.untyped_storage()] = "a check with all()"
         elif name.startswith("aten.any.") and args[0].untyped_storage() in self._densities:
