@@ -415,6 +415,15 @@ def test_symbolic_sizes_count_by_what_they_were_when_traced() -> None:
     assert all(torch.equal(one, other) for one, other in zip(dynamic.gradients, expected, strict=True))
 
 
+def test_what_inductor_copies_for_convolutions_counts_twice() -> None:
+    first, x = nn.Conv2d(3, 8, 3, padding=1), ones(1, 3, 8, 8)
+    model = nn.Sequential(first, nn.SiLU(), nn.Conv2d(8, 8, 1))
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    copied = x.nbytes + first.weight.nbytes  # a kernel of 1 x 1 is the same in either layout
+    found = [run(NOTHING, model, x).partition.simulation.held_bytes for run in (run_compiled, run_inductor)]
+    assert found == [parameters + x.nbytes, parameters + x.nbytes + copied]
+
+
 def test_a_planner_sees_what_the_step_does_and_its_plan_is_carried_out() -> None:
     def forget_the_largest(profile: Profile) -> Plan:
         saved = {edge.storage for edge in profile.saved}

@@ -8,9 +8,13 @@ below the peak that it has estimated. The estimate knows of no buffer that is wr
 peak rises to it. Where backward recomputes, a buffer goes on only to the kernel that comes next; the rest is the
 allocator's, which gives the memory to whoever is first.
 
-Private names: ``min_cut_rematerialization_partition`` as Inductor calls it. There is no hook behind it, but the option
-``custom_partitioner_fn``, which is the user's (`partition.py`). ``EfficientPeakEstimate``, by which Inductor reuses
-buffers, and the graph that it is at work on (``V.graph``).
+Where a graph has convolutions, it may have their operands with the channels last. What comes from outside in another
+layout, the images first of all, it copies at the start, and keeps the copy for backward.
+
+Private names: ``GraphLowering.decide_layout_opt``, by which it decides that. ``min_cut_rematerialization_partition``
+as Inductor calls it: there is no hook behind it, but the option ``custom_partitioner_fn``, which is the user's
+(`partition.py`). ``EfficientPeakEstimate``, by which Inductor reuses buffers, and the graph that it is at work on
+(``V.graph``).
 Would be replaced by: a public pass over backward graphs; an option that says how long a buffer may wait.
 Run on: torch 2.11, 2.13.
 """
@@ -22,7 +26,8 @@ import sys
 import threading
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from recollect._compile.copies import copy_cheap_values
 from recollect._compile.ordering import keep_order
@@ -44,6 +49,23 @@ def arrange_backward() -> None:
         inductor.min_cut_rematerialization_partition = _arranging(inductor.min_cut_rematerialization_partition)
         code: Any = wrapper
         code.EfficientPeakEstimate = _estimating(code.EfficientPeakEstimate)
+
+
+def find_copied_inputs(joint: fx.GraphModule) -> set[str]:
+    """The names of inputs that Inductor copies, because convolutions are to read them with the channels last."""
+    from torch._inductor.graph import GraphLowering
+
+    if not GraphLowering.decide_layout_opt(joint, is_inference=False):
+        return set()
+    convolutions = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    operands = {operand for node in convolutions for operand in node.args[:2] if isinstance(operand, fx.Node)}
+    return {operand.name for operand in operands if operand.op == "placeholder" and not _has_channels_last(operand)}
+
+
+def _has_channels_last(node: fx.Node) -> bool:
+    value: Tensor = node.meta["val"]
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return value.dim() not in orders or value.is_contiguous(memory_format=orders[value.dim()])
 
 
 def _arranging(cut: Any) -> Any:

@@ -53,17 +53,18 @@ class Joint:
     storages: dict[fx.Node, tuple[int, ...]]
 
 
-def read_joint(module: fx.GraphModule, *, in_forward: Collection[str] = ()) -> Joint:
+def read_joint(module: fx.GraphModule, *, in_forward: Collection[str] = (), copied: Collection[str] = ()) -> Joint:
     """Read a joint graph.
 
     Args:
         module: AOTAutograd's joint graph.
         in_forward: names of nodes that are forward's whatever they look like, as a partitioner may have it.
+        copied: names of inputs of which a compiler makes a copy that lives as long as the step: they count twice.
     """
     reading = _Reading(numbering=Numbering([node for node in module.graph.nodes if node.op == "call_function"]))
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            reading.add_input(node)
+            reading.add_input(node, times=2 if node.name in copied else 1)
         elif node.op == "call_function":
             reading.add_call(node, in_forward)
     outputs = next(iter(module.graph.find_nodes(op="output")))
@@ -107,10 +108,12 @@ class _Reading:
     in_backward: set[fx.Node] = field(default_factory=set)
     chosen: set[fx.Node] = field(default_factory=set)
 
-    def add_input(self, node: fx.Node) -> None:
+    def add_input(self, node: fx.Node, *, times: int = 1) -> None:
         given = "tangents" in str(node.target)
         lifetime = Lifetime.GIVEN if given else Lifetime.STEP
+        first = len(self.sizes)
         self.values[node] = self._new(node.meta.get("val"), lifetime, str(node.target))
+        self.sizes[first:] = (replace(size, bytes=size.bytes * times) for size in self.sizes[first:])
         if given:
             self.in_backward.add(node)
 

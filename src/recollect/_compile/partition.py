@@ -17,13 +17,13 @@ import hashlib
 import logging
 import operator
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from recollect._compile.inductor import arrange_backward
+from recollect._compile.inductor import arrange_backward, find_copied_inputs
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
 from recollect._compile.offloading import MARK, mark_offloaded
@@ -98,17 +98,18 @@ class Partitioner:
             raise ValueError(message)
         count: int = options["num_fwd_outputs"]
         _merge_equal_nodes(gm)
-        joint = read_joint(gm)
+        cuts_for_inductor: Any = inductor_config.custom_partitioner_fn
+        copied = find_copied_inputs(gm) if cuts_for_inductor is self else set()
+        joint = read_joint(gm, copied=copied)
         decided = _decide(joint, self._choose(joint.profile))
         plan = _plan(joint.profile, decided)
         _tag(joint, decided)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         if self._report is not None or _log.isEnabledFor(logging.DEBUG):
-            partition = _judge(gm, forward, count, plan)
+            partition = _judge(gm, forward, count, plan, copied)
             _log.debug("partition: %s", partition.simulation)
             if self._report is not None:
                 self._report(partition)
-        cuts_for_inductor: Any = inductor_config.custom_partitioner_fn
         if cuts_for_inductor is self and _decides(plan):
             arrange_backward()
             keep_order(backward)
@@ -308,7 +309,9 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     return [*parts, *(inner for part in parts for inner in _parts(part))]
 
 
-def _judge(gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan) -> Partition:
+def _judge(
+    gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan, copied: Collection[str] = ()
+) -> Partition:
     """Simulate what was emitted."""
     by_name = {node.name: node for node in gm.graph.nodes}
 
@@ -317,7 +320,8 @@ def _judge(gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan) 
         found = by_name.get(node.name)
         return found if found is not None and found.meta.get("val") is node.meta.get("val") else None
 
-    joint = read_joint(gm, in_forward={node.name for node in forward.graph.nodes if origin(node) is not None})
+    names = {node.name for node in forward.graph.nodes if origin(node) is not None}
+    joint = read_joint(gm, in_forward=names, copied=copied)
     results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
     assert isinstance(results, Sequence)
     passed = (origin(node) for node in results[count:] if isinstance(node, fx.Node))
