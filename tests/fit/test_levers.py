@@ -115,6 +115,12 @@ def test_parts_of_blocks_run_in_chunks_where_a_chunked_loss_is_not_enough() -> N
         assert_same(run(model), plain)
 
 
+def test_logits_of_which_the_loss_is_only_a_sum_are_computed() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh()) for _ in range(1)), nn.Linear(64, 256))
+    with pytest.raises(recollect.BudgetError, match="no plan fits"):  # and not that there is no loss
+        recollect.fit(model, torch.randn(64, 16), budget="100KiB", levers={"chunked_loss"})
+
+
 def test_no_lever_is_used_where_none_is_needed() -> None:
     model = Net()
     with recollect.fit(model, (TOKENS, TOKENS), loss=lose, budget="1GiB", levers={"chunked_loss"}) as fitted:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recollect._core.authors import Role
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._levers.lazy_logits import LazyLogits
 
 __recollect_role__ = Role.RUNNER
 
@@ -142,7 +143,8 @@ def loss_in(output: Any, *, is_trained: bool = True) -> Tensor | None:
     held = held_loss(output)
     if isinstance(held, Tensor):
         return held
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    found = (leaf.compute() if isinstance(leaf, LazyLogits) else leaf for leaf in tree_leaves(output))
+    leaves = [leaf for leaf in found if isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if leaf.requires_grad or (not is_trained and leaf.is_floating_point())]
     if tensors and tensors[0].dim() == 0 and not tensors[0].is_complex():
         return tensors[0]
