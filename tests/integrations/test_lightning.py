@@ -65,10 +65,11 @@ def test_lightning_trains_as_without_the_callback(options: dict[str, Any], tmp_p
 
 @pytest.fixture
 def own_environment() -> Iterator[None]:
-    """A strategy that distributes sets variables, and leaves its process group behind."""
-    before = dict(os.environ)
+    """A strategy that distributes sets variables and torch's threads, and leaves its process group behind."""
+    before, threads = dict(os.environ), torch.get_num_threads()
     yield
     distributed.destroy_process_group()
+    torch.set_num_threads(threads)  # sums over several threads round differently
     os.environ.clear()
     os.environ.update(before)
 

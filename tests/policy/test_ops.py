@@ -62,7 +62,7 @@ def test_operators_are_counted_once() -> None:
         ),
         (
             "aten.add.tensor",
-            "aten.add has no overload 'tensor' but Tensor, Scalar, Scalar_out, out: write 'aten.add.Tensor'",
+            "aten.add has no overload 'tensor', only Tensor, Scalar, Scalar_out, out: write 'aten.add.Tensor'",
         ),
         (
             "rcl_policy_ops.halv.default",

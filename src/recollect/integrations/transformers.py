@@ -87,7 +87,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     recollect.apply: 3 regions in GPT2LMHeadModel
     module             class      what                       rule
     transformer.h.0-2  GPT2Block  recompute under selective  repeated blocks
-    GPT2LMHeadModel fills no key/value cache while it trains; generate() keeps its own.
+    GPT2LMHeadModel does not fill a key/value cache in training; generate() still does.
     >>> tokens = torch.arange(8).reshape(1, 8)
     >>> model(input_ids=tokens, labels=tokens).loss.backward()
     >>> handle.remove()
