@@ -90,7 +90,7 @@ class Runner:
         self._stepping = _read_stepping(seen)
         if seen.forward_count == len(seen.calls) and self._call.function is not self._model:
             message = (
-                f"step={name_of(self._call.function)} ran no backward, and returned no loss to run it of: call "
+                f"step={name_of(self._call.function)} ran no backward and returned no loss to run it on: call "
                 "loss.backward() in it, or return the loss, neither detached nor as a number"
             )
             raise ValueError(message)
