@@ -105,7 +105,7 @@ def test_where_the_loss_head_takes_most_blocks_forget_what_they_were_given() -> 
     model.head = nn.Sequential(nn.Linear(16, 2048), nn.Softplus())  # type: ignore[assignment]
     seen = take(model, ids)
     plan = recollect.plan(seen, budget="min")
-    assert [region.linked_to for region in plan.regions if region.path.startswith("layers.")] == [
+    assert [region.joined_to for region in plan.regions if region.path.startswith("layers.")] == [
         "",
         "layers.0",
         "layers.1",

@@ -39,8 +39,8 @@ def try_all(problem: Problem) -> list[tuple[int, float]]:
     found = []
     for choice in itertools.product(*(treatments(problem, run) for run in runs)):
         pairs = [(run, treatment) for run, treatment in zip(runs, choice, strict=True) if treatment is not None]
-        linked = [*pairs[:1], *((run, replace(treatment, is_linked=True)) for run, treatment in pairs[1:])]
-        for some in (pairs, linked) if len(pairs) > 1 else (pairs,):
+        joined = [*pairs[:1], *((run, replace(treatment, is_joined=True)) for run, treatment in pairs[1:])]
+        for some in (pairs, joined) if len(pairs) > 1 else (pairs,):
             seen = rehearse(problem, some)
             found.append((seen.peak_bytes, problem.plain_s + seen.again_s))
     return found

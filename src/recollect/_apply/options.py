@@ -19,7 +19,7 @@ from recollect._offload.offload import Offload, TierLike
 from recollect._policy.base import Policy, PolicyLike, as_policy
 from recollect._policy.presets import ReadyMade, Tally, is_telling, selective
 from recollect._policy.rules import save_nothing
-from recollect._recompute.links import Linking
+from recollect._recompute.joins import Joining
 from recollect._recompute.match import Check, Matcher
 from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
@@ -36,13 +36,13 @@ class Choices:
     options: Options = _DEFAULTS
     policy: Policy | None = None
     elsewhere: Elsewhere | None = None
-    linking: Linking | None = None
+    joining: Joining | None = None
 
     def region(self, name: str, fn: Callable[..., Any]) -> Region:
         """A function as a region of that name."""
         region = self._make_region(name, fn)
-        if self.linking is not None and not has_peers():  # whose parameters may not be here when another one asks
-            region.linking = self.linking
+        if self.joining is not None and not has_peers():  # whose parameters may not be here when another one asks
+            region.joining = self.joining
         return region
 
     def _make_region(self, name: str, fn: Callable[..., Any]) -> Region:

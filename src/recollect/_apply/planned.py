@@ -18,7 +18,7 @@ from recollect._core.plans import Plan
 from recollect._core.sharded import is_sharded
 from recollect._offload.offload import Offload, TierLike, make_offload
 from recollect._policy.by_plan import follow_plan
-from recollect._recompute.links import Linking, Links
+from recollect._recompute.joins import Joining, Joins
 
 _RERUN, _REPLAY, _OFFLOAD = "rerun", "replay", "offload"
 
@@ -45,14 +45,14 @@ def choose_planned(
     owned = _size_parameters(names[""].chain[-1] if "" in names else model)
     chosen: list[tuple[Target, Rule]] = []
     shared = functools.cache(_make_away)  # one for all modules, which are parts of one step
-    links, givers = Links(), {region.linked_to for region in plan.regions}
+    joins, givers = Joins(), {region.joined_to for region in plan.regions}
     for region in plan.regions:
         target = names.get(region.path)
         why = _misfit(region, target, names, owned)
         if target is None or why:
             raise ValueError(_refuse(model, plan, why))
-        linking = Linking(links=links, gives=region.path in givers, takes=bool(region.linked_to))
-        rule = _make_rule(plan, region, shared, linking if linking.gives or linking.takes else None)
+        joining = Joining(joins=joins, gives=region.path in givers, takes=bool(region.joined_to))
+        rule = _make_rule(plan, region, shared, joining if joining.gives or joining.takes else None)
         if rule.choices is not None and rule.choices.policy is not None:
             # Around what torch.compile returned nothing inside can be kept; inside, its graph knows the region.
             target = replace(target, chain=target.chain[-1:])
@@ -69,7 +69,7 @@ def _read_tier(tier: str) -> TierLike:
     return names[0] if len(names) == 1 else names
 
 
-def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offload], linking: Linking | None) -> Rule:
+def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offload], joining: Joining | None) -> Rule:
     text = f"plan {plan.name}".rstrip()
     is_sent = region.way == _OFFLOAD
     tier = region.tier or "host"
@@ -84,7 +84,7 @@ def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offloa
         elsewhere, away = Elsewhere(to=_read_tier(tier), takes_inputs=False, shared=away), None
     return Rule(
         matches=lambda name, module: True,
-        choices=Choices(policy=policy, elsewhere=elsewhere, linking=linking),
+        choices=Choices(policy=policy, elsewhere=elsewhere, joining=joining),
         text=text,
         what=", ".join(["recompute", *keeps, *words]),
         away=away,

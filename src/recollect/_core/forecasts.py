@@ -23,7 +23,7 @@ class PlannedRegion:
         again_s: how long its recomputation takes.
         parameter_bytes: of its parameters, by which another model is told; 0 if nobody knows.
         keeps: what it keeps, in words.
-        linked_to: the path of the region before it, where it forgets what that one gives it: that is made again, too;
+        joined_to: the path of the region before it, where it forgets what that one gives it: that is made again, too;
             ``""`` if it holds what it was given.
     """
 
@@ -37,7 +37,7 @@ class PlannedRegion:
     again_s: float = 0.0
     parameter_bytes: int = 0
     keeps: str = ""
-    linked_to: str = ""
+    joined_to: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,11 +135,11 @@ def describe_way(region: PlannedRegion) -> str:
 
     >>> describe_way(PlannedRegion(path="layers.0", kind="Block", way="serve", tier="host"))
     'serve from host'
-    >>> describe_way(PlannedRegion(path="layers.1", kind="Block", way="rerun", linked_to="layers.0"))
-    'rerun, linked'
+    >>> describe_way(PlannedRegion(path="layers.1", kind="Block", way="rerun", joined_to="layers.0"))
+    'rerun, joined'
     """
     way = f"{region.way} from {region.tier}" if region.tier else region.way
-    return f"{way}, linked" if region.linked_to else way
+    return f"{way}, joined" if region.joined_to else way
 
 
 def _count(regions: Sequence[PlannedRegion]) -> str:

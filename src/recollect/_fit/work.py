@@ -77,7 +77,7 @@ def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
         if link_bytes_per_s is None:
             problem = Problem(profile)
             problem.overheads = _find_overheads(problem)
-            problem.may_link = problem.may_link and not has_peers()
+            problem.may_join = problem.may_join and not has_peers()
             work = Work(problem)
         else:
             here = work_for(profile, None)

@@ -48,7 +48,7 @@ def plan_idle(
             kept_bytes=0,
             offloaded_bytes=0,
             again_s=0.0,
-            linked_to="",
+            joined_to="",
             parameter_bytes=_count_parameters(problem, path),
         )
         for path, like in idle.items()

@@ -23,7 +23,7 @@ class Option:
         kept: what is kept, by place: the call's number within the run, and which of its storages.
         is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere.
         sent: of what is kept, what a replay has elsewhere until it asks for it.
-        is_linked: whether it forgets what the region before it gave it.
+        is_joined: whether it forgets what the region before it gave it.
         parts: what becomes of the modules inside, by their paths from here, where these are the regions.
     """
 
@@ -31,7 +31,7 @@ class Option:
     kept: frozenset[tuple[int, int]] = frozenset()
     is_away: bool = False
     sent: frozenset[tuple[int, int]] = frozenset()
-    is_linked: bool = False
+    is_joined: bool = False
     parts: tuple[tuple[str, Option], ...] = ()
 
     @property
@@ -63,7 +63,7 @@ class Option:
         if self.kept and run is not first and not problem.are_same(first, run):
             return [self._treat_other(problem, first, run)]
         kept, sent = (_find_storages(problem, run, places) for places in (self.kept, self.sent))
-        return [Treatment(way=self.way, kept=kept, is_away=self.is_away, sent=sent, is_linked=self.is_linked)]
+        return [Treatment(way=self.way, kept=kept, is_away=self.is_away, sent=sent, is_joined=self.is_joined)]
 
     def _treat_other(self, problem: Problem, first: Run, run: Run) -> Treatment:
         """What it means for a run that does something else than the first one of its module: names decide."""
@@ -71,7 +71,7 @@ class Option:
         calls = {number for number in find_named(problem, run, names) if can_be_kept(problem, run, number)}
         way, kept = find_held_for(problem, run, calls)
         is_away = self.is_away and way is not Way.REPLAY
-        return Treatment(way=way, kept=kept, is_away=is_away, is_linked=self.is_linked)
+        return Treatment(way=way, kept=kept, is_away=is_away, is_joined=self.is_joined)
 
     def calls(self, problem: Problem, run: Run) -> set[int]:
         """The calls that the executor is told to keep; where it holds casts, those that made what they are casts of."""

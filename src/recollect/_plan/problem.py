@@ -66,7 +66,7 @@ class Problem:
         profile: the step as regions will find it: the same, unless they change it; see `Profile.under_regions`.
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
         overheads: what regions cost the host, by their ways; whoever has measured it here sets it.
-        may_link: whether a region may forget what the one before gave it; see `links.py`.
+        may_join: whether a region may forget what the one before gave it; see `links.py`.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
@@ -93,7 +93,7 @@ class Problem:
         self.profile = profile
         self.link_bytes_per_s: float | None = None
         self.overheads: Mapping[str, Overhead] = USUAL
-        self.may_link = not any(call.is_collective for call in profile.calls)
+        self.may_join = not any(call.is_collective for call in profile.calls)
         self.calls = profile.calls
         self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
         self.forward_count = profile.forward_count

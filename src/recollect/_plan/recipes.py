@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from recollect._core.timetables import IN_FLIGHT_BYTES
-from recollect._plan.links import find_linkable
+from recollect._plan.joins import find_joinable
 from recollect._plan.options import PLAIN, Option, Weighed, move, place_of, weigh, without_worse
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal
@@ -33,7 +33,7 @@ _LITTLE_FOLLOWING = (None, Way.RERUN)
 _LINK_SHARES = (0.7, 0.9, 1.0, 1.1)  # of its speed, for what replays send: other modules run beside them
 _MOST_SENT = 12  # values of a run
 _RUNS_AGAIN = (Way.RERUN, Way.SERVE, Way.REPLAY)
-_ROWS = (2, 4, 8)  # of linked segments: made again at once, and so not many
+_ROWS = (2, 4, 8)  # of joined segments: made again at once, and so not many
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
 
 
@@ -95,12 +95,12 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
         budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
         yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts)
     followed = _follow_fewer(problem, chain, options) or options
-    for size in _ROWS if problem.may_link else ():
-        linked = _link(problem, chain, followed, size)
-        lowest = _find_smallest(linked, rest, high)
+    for size in _ROWS if problem.may_join else ():
+        joined = _join(problem, chain, followed, size)
+        lowest = _find_smallest(joined, rest, high)
         if lowest < high:
             budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
-            yield Recipe(chain=chain, options=linked, rest_bytes=rest, budgets=budgets, parts=parts)
+            yield Recipe(chain=chain, options=joined, rest_bytes=rest, budgets=budgets, parts=parts)
 
 
 def _spread(low: int, high: int, steps: int) -> tuple[int, ...]:
@@ -175,14 +175,14 @@ def _count_sent(problem: Problem, segment: Segment, option: Option) -> int:
     return sum(problem.sizes[storage] for _, treatment in treated for storage in treatment.sent)
 
 
-def _link(
+def _join(
     problem: Problem, chain: Sequence[Segment], options: Sequence[list[Weighed]], row: int
 ) -> list[list[Weighed]]:
-    """The options, and the same linked to the segment before, in rows of so many: what a row has is made at once."""
+    """The options, and the same joined to the segment before, in rows of so many: what a row has is made at once."""
     found, length, together = [list(options[0])], 0, 0
     for (before, segment), own in zip(itertools.pairwise(chain), options[1:], strict=True):
         giver, taker = before.runs[0], segment.runs[0]
-        storages = find_linkable(problem, giver, taker) if len(before.runs) == len(segment.runs) == 1 else ()
+        storages = find_joinable(problem, giver, taker) if len(before.runs) == len(segment.runs) == 1 else ()
         length = (length + 1) % row if storages else 0
         if not length:
             together = 0
@@ -192,10 +192,10 @@ def _link(
         stop = max(giver.makes[storage][-1] + 1 for storage in storages)
         again_s = sum(problem.prices.again_s(call) for call in range(giver.last_needed, stop))
         together += sum(problem.sizes[storage] for storage in giver.needs if problem.is_evictable(storage, giver))
-        linked = [
+        joined = [
             replace(
                 one,
-                option=replace(one.option, is_linked=True),
+                option=replace(one.option, is_joined=True),
                 freed_bytes=one.freed_bytes + freed,
                 backward_bytes=one.backward_bytes + together,
                 again_s=one.again_s + again_s,
@@ -203,7 +203,7 @@ def _link(
             for one in own
             if one.option.way in _RUNS_AGAIN and not one.option.sends
         ]
-        found.append([*own, *linked])
+        found.append([*own, *joined])
     return found
 
 

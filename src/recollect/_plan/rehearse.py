@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recollect._core.timetables import SeenValue
+from recollect._plan.joins import find_begin, find_given, find_joins
 from recollect._plan.journeys import find_absences
-from recollect._plan.links import find_begin, find_given, find_links
 from recollect._plan.occupancy import Order
 from recollect._plan.passing import find_passes
 from recollect._plan.prices import Added, Pace
@@ -99,8 +99,8 @@ class _Stage:
         self._problem = problem
         self._chosen = chosen
         inserted: dict[int, list[tuple[int, int]]] = {}
-        self._links = find_links(problem, chosen)
-        self._given = find_given(problem, chosen, self._links)
+        self._joins = find_joins(problem, chosen)
+        self._given = find_given(problem, chosen, self._joins)
         found = [
             (run, treatment, find_recomputed(problem, run, treatment, self._given.get(index)))
             for index, (run, treatment) in enumerate(chosen)
@@ -121,9 +121,9 @@ class _Stage:
             for one in _list_ends(problem, run) if treatment.way is not Way.OFFLOAD else ():
                 if one.storage not in treatment.kept:
                     ends[one.storage] = max(self._at[one.used] + 1, self._before[one.moment])
-        for link in self._links.values():
-            giver, _ = self._chosen[link.giver]
-            ends.update((at, self._at[problem.let_go(at, giver) - 1] + 1) for at in link.storages)
+        for join in self._joins.values():
+            giver, _ = self._chosen[join.giver]
+            ends.update((at, self._at[problem.let_go(at, giver) - 1] + 1) for at in join.storages)
         self._follow(ends, copies)
         waits_s = self._send_away(ends, copies)
         added = Added(
@@ -296,22 +296,22 @@ class _Stage:
 
     def _forgotten(self, index: int) -> frozenset[int]:
         """What a chosen run forgets of what it was given."""
-        link = self._links.get(index)
-        return frozenset() if link is None else link.storages
+        join = self._joins.get(index)
+        return frozenset() if join is None else join.storages
 
     def _find_taken(self, last: dict[int, int]) -> dict[int, int]:
         """For what is given again, the step before which the one that takes it is done with it."""
         problem = self._problem
         found: dict[int, int] = {}
-        if not self._links:
+        if not self._joins:
             return found
         for step, index in self._owners.items():
             for storage in self._forgotten(index).intersection(problem.reads[self._steps[step]]):
                 found[storage] = step + 1
-        for index, link in self._links.items():
+        for index, join in self._joins.items():
             run, treatment = self._chosen[index]
             done = last.get(index, -1) + 1 if treatment.way is not Way.REPLAY else 0
-            for storage in link.storages:
+            for storage in join.storages:
                 savers = (by for by in problem.saved_by.get(storage, ()) if run.first <= by < run.stop)
                 used = (self._before[problem.released[by]] for by in savers if by in problem.released)
                 found[storage] = max([found.get(storage, 0), done, *used])

@@ -32,14 +32,14 @@ class Treatment:
         kept: the storages that are kept, of those made in it.
         is_away: whether what it holds until it runs again, inputs and kept results, waits elsewhere; not for replay.
         sent: for replay, the kept storages that wait elsewhere.
-        is_linked: whether it forgets what the region before it gave it, which runs again for that.
+        is_joined: whether it forgets what the region before it gave it, which runs again for that.
     """
 
     way: Way
     kept: frozenset[int] = frozenset()
     is_away: bool = False
     sent: frozenset[int] = frozenset()
-    is_linked: bool = False
+    is_joined: bool = False
 
     @property
     def sends(self) -> bool:

@@ -12,7 +12,7 @@ from recollect._core.decisions import Decision
 from recollect._core.forecasts import Fingerprint, PlannedRegion
 from recollect._core.plans import Choice
 from recollect._core.profiles import Profile
-from recollect._plan.links import find_links
+from recollect._plan.joins import find_joins
 from recollect._plan.names import name_kept
 from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
@@ -50,7 +50,7 @@ def write_regions(
         if storage.category is Category.PARAMETER and storage.name:
             owned[storage.name] += storage.bytes
     choice = list(choice)
-    linked_to = _find_linked(problem, choice)
+    joined_to = _find_joined(problem, choice)
     for segment, option in choice:
         assert option.way is not None
         plain = kept = 0
@@ -75,15 +75,15 @@ def write_regions(
             again_s=again_s,
             parameter_bytes=sum(size for name, size in owned.items() if name.startswith(f"{segment.path}.")),
             keeps="all" if option.way is Way.OFFLOAD else _describe_kept(problem, segment.runs[0], option),
-            linked_to=linked_to.get(segment.path, ""),
+            joined_to=joined_to.get(segment.path, ""),
         )
 
 
-def _find_linked(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> dict[str, str]:
+def _find_joined(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> dict[str, str]:
     """The modules that forget what they were given, each with the one that makes it again."""
     chosen = [pair for segment, option in choice for pair in option.treat(problem, segment)]
-    links = find_links(problem, chosen).values()
-    return {chosen[link.taker][0].path: chosen[link.giver][0].path for link in links}
+    joins = find_joins(problem, chosen).values()
+    return {chosen[join.taker][0].path: chosen[join.giver][0].path for join in joins}
 
 
 def _find_used(problem: Problem, treatment: Treatment, again: list[tuple[int, list[int]]]) -> frozenset[int]:

@@ -47,7 +47,7 @@ from recollect._recompute.group import Sharing, current_sharing
 from recollect._recompute.handles import FIRST, Handed, is_live
 from recollect._recompute.hooks import Meta, observe, quick_meta, read_meta
 from recollect._recompute.inputs import Inputs
-from recollect._recompute.links import Linking
+from recollect._recompute.joins import Joining
 from recollect._recompute.memory import Memory
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.outputs import Outputs, find_nodes
@@ -82,7 +82,7 @@ class Frame:
             "kept",
             "keeps_graph",
             "lingering",
-            "linking",
+            "joining",
             "lock",
             "log",
         ),
@@ -97,9 +97,9 @@ class Frame:
         options: Options,
         way: Way,
         memory: Memory | None = None,
-        linking: Linking | None = None,
+        joining: Joining | None = None,
     ) -> None:
-        self.name, self.options, self.way, self.memory, self.linking = name, options, way, memory, linking
+        self.name, self.options, self.way, self.memory, self.joining = name, options, way, memory, joining
         self.fn: Callable[..., Any] | None = fn
         self.handles: list[int] = []
         self.metas: list[Meta | None] = []
@@ -149,9 +149,9 @@ class Frame:
         self.stops_early = options.early_stop if settings.early_stop is None else settings.early_stop
         arguments = Arguments(args, kwargs)
         # First, because here an enclosing recomputation stops if it needs nothing beyond these inputs.
-        linking = self.linking
-        links = linking.links if linking is not None and linking.takes else None
-        self.inputs = Inputs(arguments, top_hooks(True), links)  # noqa: FBT003
+        joining = self.joining
+        joins = joining.joins if joining is not None and joining.takes else None
+        self.inputs = Inputs(arguments, top_hooks(True), joins)  # noqa: FBT003
         check = options.matcher.values
         assert self.fn is not None
         around = self.around = Surroundings(
@@ -214,7 +214,7 @@ class Frame:
         """The function has returned: take the hooks away and keep only what recomputation will need."""
         try:
             try:
-                if self.linking is not None and self.linking.gives:
+                if self.joining is not None and self.joining.gives:
                     self._give(result)
             finally:
                 if self.entered is not None:
@@ -234,8 +234,8 @@ class Frame:
     def _give(self, result: Any) -> None:
         """Have the result saved like what the function saves: the next region will ask for it."""
         hooks = top_hooks(True)  # noqa: FBT003
-        if self.linking is not None and hooks is not None:
-            self.linking.give(self, result, hooks[0])
+        if self.joining is not None and hooks is not None:
+            self.joining.give(self, result, hooks[0])
 
     def give(self, handle: int) -> Tensor:
         """Make a result again for the region that it was given to; it is not held here."""

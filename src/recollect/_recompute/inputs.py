@@ -14,7 +14,7 @@ from recollect._recompute.handles import find_slot, frame_of
 
 if TYPE_CHECKING:
     from recollect._core.pytree import Arguments
-    from recollect._recompute.links import Links
+    from recollect._recompute.joins import Joins
 
 
 class Inputs:
@@ -33,7 +33,7 @@ class Inputs:
         "_constants",
         "_given",
         "_held",
-        "_linked",
+        "_joined",
         "_originals",
         "_requires_grad",
         "_tensors",
@@ -45,7 +45,7 @@ class Inputs:
         self,
         arguments: Arguments,
         hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None,
-        links: Links | None = None,
+        joins: Joins | None = None,
     ) -> None:
         self._arguments = arguments
         held = self._held = list(arguments.leaves)
@@ -62,7 +62,7 @@ class Inputs:
         # Tensors without gradient come back as the very same objects, if they are still alive.
         self._constants: list[tuple[int, ref[Tensor]]] = []
         self._given: list[ref[Tensor]] = []  # those with a history of their own
-        self._linked: list[int] = []  # those that another region makes again
+        self._joined: list[int] = []  # those that another region makes again
         if hooks is not None and self._tensors:
             pack, self._unpack = hooks
             is_ours = frame_of(pack) is not None
@@ -79,8 +79,8 @@ class Inputs:
             finally:
                 set_grad_enabled(True)
             return
-        if links is not None:
-            self._forget_linked(links)
+        if joins is not None:
+            self._forget_joined(joins)
         cut: dict[int, Tensor] = {}
         for index in self._tensors:
             tensor = held[index]
@@ -97,31 +97,31 @@ class Inputs:
                 self._constants.append((index, ref(tensor)))
             held[index] = alias
 
-    def _forget_linked(self, links: Links) -> None:
+    def _forget_joined(self, joins: Joins) -> None:
         """Hold what stands for a tensor, where the region that gave it makes it again."""
         held = self._held
         for index in self._tensors:
-            linked = links.take(held[index])
-            if linked is not None:
+            joined = joins.take(held[index])
+            if joined is not None:
                 self._given.append(ref(held[index]))
-                held[index] = linked
-                self._linked.append(index)
-        if self._linked:
-            others = [place for place, index in enumerate(self._tensors) if index not in self._linked]
+                held[index] = joined
+                self._joined.append(index)
+        if self._joined:
+            others = [place for place, index in enumerate(self._tensors) if index not in self._joined]
             self._tensors = [self._tensors[place] for place in others]
             self._versions = [self._versions[place] for place in others]
 
     @property
     def are_packed(self) -> bool:
         """Whether somebody else holds or makes the tensors, so that they come back as other objects."""
-        return self._unpack is not None or bool(self._linked)
+        return self._unpack is not None or bool(self._joined)
 
     def held_tensors(self) -> list[tuple[str, Any]]:
         """Each tensor argument, as its caller wrote it, with the tensor, the enclosing region's slot, or what else."""
         found = []
         for index in self._arguments.tensors:
             value = self._held[index]
-            packed, unpack = value.packed if index in self._linked else (value, self._unpack)
+            packed, unpack = value.packed if index in self._joined else (value, self._unpack)
             found.append((self._arguments.describe(index), find_slot(packed, unpack) or value))
         return found
 
@@ -154,10 +154,10 @@ class Inputs:
         for index, version in zip(self._tensors, self._versions, strict=True):
             if held[index]._version != version:  # noqa: SLF001
                 raise ChangedInputError(self._describe_change(region, index))
-        if not self._constants and not self._linked:
+        if not self._constants and not self._joined:
             return held
         leaves = list(held)
-        for index in self._linked:
+        for index in self._joined:
             leaves[index] = held[index].get().detach().requires_grad_()
         for index, original in self._constants:
             tensor = original()

@@ -13,7 +13,7 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._recompute.frame import Frame
 from recollect._recompute.functional import run_functional
-from recollect._recompute.links import Linking
+from recollect._recompute.joins import Joining
 from recollect._recompute.memory import Memory
 from recollect._recompute.rerun import RERUN
 from recollect._recompute.way import Options
@@ -24,12 +24,12 @@ __recollect_role__ = Role.REGION
 class Region:
     """A function whose saved tensors are forgotten and made again when backward asks."""
 
-    __slots__ = ("fn", "linking", "memory", "name", "options")
+    __slots__ = ("fn", "joining", "memory", "name", "options")
 
     def __init__(self, name: str, fn: Callable[..., Any], options: Options) -> None:
         self.name, self.fn, self.options = name, fn, options
         self.memory = Memory()  # or that of earlier regions of the same function
-        self.linking: Linking | None = None
+        self.joining: Joining | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -60,6 +60,6 @@ class Region:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         """Begin an execution; its caller runs the function and then calls the frame's `leave` or `fail`."""
-        frame = Frame(self.name, self.fn, self.options, RERUN, self.memory, self.linking)
+        frame = Frame(self.name, self.fn, self.options, RERUN, self.memory, self.joining)
         frame.enter(args, kwargs)
         return frame

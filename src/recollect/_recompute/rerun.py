@@ -221,11 +221,11 @@ def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_las
             assert context is not None
             with context:
                 result = inputs.call(fn, leaves)
-                if frame.linking is not None:
-                    frame.linking.give_again(result, hook)
+                if frame.joining is not None:
+                    frame.joining.give_again(result, hook)
             return
-        if frame.linking is not None:
-            frame.linking.give_again(result, hook)
+        if frame.joining is not None:
+            frame.joining.give_again(result, hook)
     except StopRecomputation:
         pass
     finally:

@@ -60,7 +60,7 @@ class SelectiveRegion(Region):
         """Begin an execution under the policy."""
         knowledge = self._find_knowledge()
         way = SelectiveWay(knowledge, knowledge.decisions_for(_kind_of(self.fn, args, kwargs)))
-        frame = Frame(self.name, self.fn, self.options, way, self.memory, self.linking)
+        frame = Frame(self.name, self.fn, self.options, way, self.memory, self.joining)
         frame.enter(args, kwargs)
         return frame
 

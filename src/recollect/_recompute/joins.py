@@ -23,37 +23,37 @@ if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
 
 
-class Links:
+class Joins:
     """What regions of one model have given, until the next one takes it; holds nothing longer than its tensor lives."""
 
     __slots__ = ("__weakref__", "_offers")
 
     def __init__(self) -> None:
-        self._offers: dict[int, Linked] = {}  # by the id of the tensor
+        self._offers: dict[int, Joined] = {}  # by the id of the tensor
 
     def offer(self, tensor: Tensor, frame: Frame, handle: int) -> None:
         """A region gives a tensor, which its frame can make again."""
         key, offers = id(tensor), self._offers
         known = ref(tensor, lambda _: offers.pop(key, None))
-        offers[key] = Linked(known, tensor._version, frame, handle)  # noqa: SLF001
+        offers[key] = Joined(known, tensor._version, frame, handle)  # noqa: SLF001
 
-    def take(self, tensor: Tensor) -> Linked | None:
+    def take(self, tensor: Tensor) -> Joined | None:
         """What stands for a tensor that a region is given; None if it did not come so from a region."""
         found = self._offers.pop(id(tensor), None)
         return found if found is not None and found.is_for(tensor) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linking:
+class Joining:
     """What a region has to do with its neighbours.
 
     Attributes:
-        links: by which they find each other; one for all regions of a model.
+        joins: by which they find each other; one for all regions of a model.
         gives: whether the next one forgets what this one gives.
         takes: whether it forgets what the one before gives.
     """
 
-    links: Links
+    joins: Joins
     gives: bool = False
     takes: bool = False
 
@@ -64,7 +64,7 @@ class Linking:
             if not frame.inputs.has_given(tensor):
                 packed = _pack(pack, tensor)
                 if isinstance(packed, int):
-                    self.links.offer(tensor, frame, packed)
+                    self.joins.offer(tensor, frame, packed)
 
     def give_again(self, result: Any, pack: Callable[[Tensor], Any]) -> None:
         """Recomputation has come to the end: its result is saved as it was in forward."""
@@ -87,7 +87,7 @@ def _pack(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         set_grad_enabled(True)
 
 
-class Linked:
+class Joined:
     """Stands for an argument that the frame of another region makes again. Holds that frame, and the handle."""
 
     __slots__ = ("_frame", "_handle", "_original", "_value", "_version")

@@ -17,7 +17,7 @@ from recollect._plan.treatments import Given, Treatment, Way, find_first_asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Join:
     """What a region forgets of what it was given, and who makes it.
 
     Attributes:
@@ -31,16 +31,16 @@ class Link:
     storages: frozenset[int]
 
 
-def find_linkable(problem: Problem, giver: Run, taker: Run) -> frozenset[int]:
+def find_joinable(problem: Problem, giver: Run, taker: Run) -> frozenset[int]:
     """What one run gives the next, and nobody else uses or holds."""
-    known: dict[tuple[int, int, int], frozenset[int]] = problem.derived.setdefault("linkable", {})
+    known: dict[tuple[int, int, int], frozenset[int]] = problem.derived.setdefault("joinable", {})
     key = (giver.first, giver.stop, taker.first)
     if key not in known:
-        known[key] = frozenset(at for at in taker.read_outside if _is_linkable(problem, giver, taker, at))
+        known[key] = frozenset(at for at in taker.read_outside if _is_joinable(problem, giver, taker, at))
     return known[key]
 
 
-def _is_linkable(problem: Problem, giver: Run, taker: Run, storage: int) -> bool:
+def _is_joinable(problem: Problem, giver: Run, taker: Run, storage: int) -> bool:
     end = problem.spans[storage][1]
     is_value = problem.profile.storages[storage].lifetime is Lifetime.VALUE
     if not is_value or end is None or storage not in giver.makes or taker.first < giver.stop:
@@ -54,28 +54,28 @@ def _is_linkable(problem: Problem, giver: Run, taker: Run, storage: int) -> bool
     return all(giver.first <= at < giver.stop or taker.first <= at < taker.stop for at in users)
 
 
-def find_links(problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> dict[int, Link]:
-    """The links that hold among chosen runs, by who takes, in the order of forward; each is to the run just before."""
-    if not any(treatment.is_linked for _, treatment in chosen):
+def find_joins(problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> dict[int, Join]:
+    """The joins that hold among chosen runs, by who takes, in the order of forward; each is to the run just before."""
+    if not any(treatment.is_joined for _, treatment in chosen):
         return {}
     found = {}
     order = sorted(range(len(chosen)), key=lambda index: chosen[index][0].first)
     for giver, taker in itertools.pairwise(order):
         (before, source), (run, treatment) = chosen[giver], chosen[taker]
-        if treatment.is_linked and run.start is not None and source.way is not Way.OFFLOAD:
-            storages = find_linkable(problem, before, run) - source.kept
+        if treatment.is_joined and run.start is not None and source.way is not Way.OFFLOAD:
+            storages = find_joinable(problem, before, run) - source.kept
             if storages:
-                found[taker] = Link(taker=taker, giver=giver, storages=storages)
+                found[taker] = Join(taker=taker, giver=giver, storages=storages)
     return found
 
 
-def find_given(problem: Problem, chosen: Sequence[tuple[Run, Treatment]], links: dict[int, Link]) -> dict[int, Given]:
+def find_given(problem: Problem, chosen: Sequence[tuple[Run, Treatment]], joins: dict[int, Join]) -> dict[int, Given]:
     """For each run that gives something again, what, and when: when the run that takes it first needs it."""
     found: dict[int, Given] = {}
-    for link in reversed(links.values()):
-        run, treatment = chosen[link.taker]
-        moment = find_begin(problem, run, treatment, found.get(link.taker))
-        found[link.giver] = Given(moment=moment, storages=link.storages)
+    for join in reversed(joins.values()):
+        run, treatment = chosen[join.taker]
+        moment = find_begin(problem, run, treatment, found.get(join.taker))
+        found[join.giver] = Given(moment=moment, storages=join.storages)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Linked regions: one forgets what the region before it gave, which makes it again, and gradients stay."""
+"""Joined regions: one forgets what the region before it gave, which makes it again, and gradients stay."""
 
 import copy
 import gc
@@ -56,9 +56,9 @@ class Stack(nn.Module):
 
 
 def link_all(way: str, kind: str = "Block") -> Plan:
-    """All layers as regions, each but the first linked to the one before it."""
+    """All layers as regions, each but the first joined to the one before it."""
     regions = tuple(
-        PlannedRegion(path=f"layers.{at}", kind=kind, way=way, linked_to=f"layers.{at - 1}" if at else "")
+        PlannedRegion(path=f"layers.{at}", kind=kind, way=way, joined_to=f"layers.{at - 1}" if at else "")
         for at in range(4)
     )
     wide = Choice(decision=Decision.SAVE, module="layers.*.up", op="aten.addmm.default")
@@ -198,5 +198,5 @@ def test_inside_another_region_nothing_is_linked_and_gradients_stay() -> None:
 def test_a_plan_says_which_regions_are_linked_and_reads_itself_back() -> None:
     plan = link_all("rerun")
     assert Plan.from_json(plan.to_json()) == plan
-    assert [line.split()[0] for line in str(plan).splitlines() if "linked" in line] == ["layers.1-3"]
-    assert plan.diff(Plan(regions=plan.regions[:1])).startswith("layers.1: rerun, linked -> plain")
+    assert [line.split()[0] for line in str(plan).splitlines() if "joined" in line] == ["layers.1-3"]
+    assert plan.diff(Plan(regions=plan.regions[:1])).startswith("layers.1: rerun, joined -> plain")
