@@ -6,6 +6,7 @@
     python benchmarks/frontier.py Llama --device cuda --levers --shares 69 63 44 30 26  chunked loss and MLPs, by `fit`
     python benchmarks/frontier.py                                   small models on the CPU, live bytes
     python benchmarks/frontier.py --dry H200                        runs nothing: overheads of plans and of bounds
+    python benchmarks/frontier.py --dry H200 --tiers host           the same of plans, with and without host memory
 
 A budget of 40% is what is there before the step, and 40% of what the plain step takes beyond that at its peak. Plain,
 planned and torch's own steps take turns; peaks are the allocator's on a device, live bytes on the CPU. Targets: peak
@@ -231,12 +232,34 @@ def show_gaps(name: str, case: Case, options: argparse.Namespace) -> None:
     print(f"{name}: {', '.join(cells)}; planned in {planned_s:.1f} s", flush=True)
 
 
+def show_sent(name: str, case: Case, options: argparse.Namespace) -> None:
+    """Overheads of plans without and with host memory, as `recollect.plan` makes them, and what is sent."""
+    model, inputs, optimizer = case.make("meta")
+    seen = recollect.profile(make_step(case), model, optimizer, *inputs, dry=True, device=options.dry)
+    held, cells = seen.timeline.held_bytes, []
+    for share in options.shares:
+        budget = held + (seen.peak_bytes - held) * share // 100
+        found = [_describe_overhead(seen, budget, tiers) for tiers in (None, options.tiers)]
+        cells.append(f"{share}% {' / '.join(found)}")
+    print(f"{name}: {', '.join(cells)}", flush=True)
+
+
+def _describe_overhead(seen: Profile, budget: int, tiers: str | None) -> str:
+    try:
+        plan = recollect.plan(seen, budget=budget, tiers=tiers)
+    except BudgetError:
+        return "-"
+    sent = sum(region.offloaded_bytes for region in plan.regions)
+    assert plan.forecast is not None
+    return f"{plan.forecast.overhead * 100:.1f}" + (f" ({sent / GIB:.1f} GiB sent)" if sent else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shares", type=int, nargs="+", default=[90, 75, 60, 45, 30, 20])
-    parser.add_argument("--tiers", choices=("host",), help="plans may also send values to host memory (cuda)")
+    parser.add_argument("--tiers", choices=("host",), help="plans may also send values to host memory (cuda, dry)")
     parser.add_argument("--dry", metavar="DEVICE", help="only what plans and bounds would take there; runs nothing")
     parser.add_argument("--levers", action="store_true", help="by `fit`, with a chunked loss and chunked MLPs")
     parser.add_argument("--rounds", type=int, default=2)
@@ -257,7 +280,7 @@ def main() -> None:
             print(f"\n{name}: left out, the time is up")
             continue
         if options.dry:
-            show_gaps(name, CASES[name], options)
+            (show_sent if options.tiers else show_gaps)(name, CASES[name], options)
             continue
         rows += run(name, cases[name], options)
     if options.json:
