@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from cases import Case, Choice, Row, Setting, main
-from compiling import gradients_after, largest_difference, own_code, peak_bytes, say, timed, warm_up
+from compiling import gradients_after, largest_difference, peak_bytes, say, timed, warm_up
 from llama_like import Layers, LlamaLike
 from peers import OURS, REMAT, TORCH, missing
 from real_models import compiled_cases
@@ -39,6 +39,7 @@ from training import COMPUTE, SMALL, Model
 from ways_to_compile import BUDGETS, FULL, Candidate, candidates
 
 from recollect._bench.alternate import Step, Timing
+from recollect._bench.arena import own_code
 
 EAGER = "plain, not compiled"
 SPREAD_RUNS = 4

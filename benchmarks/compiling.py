@@ -2,19 +2,11 @@
 
 import sys
 import time
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recollect._bench.alternate import Step
-
-
-def own_code(function: Any) -> Any:
-    """The function with a code object of its own: to that Dynamo ties what it compiles, and how often it may."""
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__)
 
 
 def timed(step: Step, device: torch.device) -> float:

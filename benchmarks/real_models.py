@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from cases import Case, Choice, Row, Setting, main
-from compiling import own_code, peak_bytes, say, timed, warm_up
+from compiling import peak_bytes, say, timed, warm_up
 from packaged import (
     BY_HAND,
     CONTENDERS,
@@ -52,6 +52,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from recollect._bench.alternate import Step
+from recollect._bench.arena import own_code
 
 EAGER, COMPILED, SMALL_KIND = "eager", "compiled", "small"
 LINE = "\n"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from recollect._bench import cell as cells
 from recollect._bench import reach
+from recollect._bench.arena import Arena
 from recollect._bench.cases import SCALES, Case, Scale
-from recollect._bench.cell import Arena, Request, measure
+from recollect._bench.cell import Request, measure
 from recollect._bench.contenders import BUDGET_SHARES, list_contenders
 from recollect._bench.names import MODELS, SIZES, WITH_LENGTH
 from recollect._bench.results import Figure
@@ -146,7 +147,7 @@ def test_packages_of_rivals_take_part_where_they_are_installed(monkeypatch: pyte
         monkeypatch.setitem(sys.modules, package.__name__, package)
     arena = Arena(TINY.case(), "cpu")
     expected = arena.model(*arena.inputs)
-    for one in list_contenders({}, torch.device("cuda"), is_compiled=False):
+    for one in list_contenders([], torch.device("cuda"), is_compiled=False):
         if one.family in ("xformers", "offload") and one.name != "save_on_cpu":
             model = arena.make_model()
             one.prepare(model)

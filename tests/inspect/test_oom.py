@@ -767,6 +767,7 @@ def test_an_unclear_error_of_a_library_is_a_shortage_where_hardly_any_memory_is_
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     found = read_shortage(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))
     assert (found is not None) == (free_bytes == 2**28)
 

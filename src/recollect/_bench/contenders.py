@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from recollect._apply.blocks import find_blocks
-from recollect._apply.model import apply
 from recollect._bench.rivals import (
     Call,
     StashingOffloader,
@@ -44,7 +43,9 @@ class Contender:
         prepare: changes a model in place, once.
         around: what forward runs in.
         compiling: what the first steps, in which a compiler works, run in.
+        options: of the compiler.
         plan: of ours.
+        tiers: where plans of ours may send values to.
         absent: why it cannot run here; ``""`` if it can.
     """
 
@@ -53,26 +54,21 @@ class Contender:
     prepare: Callable[[nn.Module], object] = lambda model: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
+    options: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
+    tiers: str | None = None
     absent: str = ""
 
 
-def list_contenders(plans: Mapping[str, Plan | str], device: torch.device, *, is_compiled: bool) -> list[Contender]:
-    """All contenders for a mode and a device.
+def list_contenders(ours: Sequence[Contender], device: torch.device, *, is_compiled: bool) -> list[Contender]:
+    """All contenders for a mode and a device: the plain step, ours, and the rivals.
 
     Args:
-        plans: ours by name; a text says why there is none.
+        ours: see `recollect._bench.ours`.
         device: where steps run.
         is_compiled: whether models are compiled.
     """
-    found = [Contender(name=PLAIN)]
-    for name, plan in plans.items():
-        if isinstance(plan, str):
-            found.append(Contender(name=name, family=OURS, absent=plan))
-        else:
-            prepare = functools.partial(apply, rules=plan)
-            found.append(Contender(name=name, family=OURS, prepare=prepare, plan=plan))
-    return [*found, *_list_rivals(device, is_compiled=is_compiled)]
+    return [Contender(name=PLAIN), *ours, *_list_rivals(device, is_compiled=is_compiled)]
 
 
 def _list_rivals(device: torch.device, *, is_compiled: bool) -> Iterator[Contender]:

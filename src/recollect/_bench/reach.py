@@ -39,7 +39,10 @@ def list_searches(
         device: where to run.
         budget_bytes: the most that a step may take of the device, over everything.
     """
-    for one in (Contender(name=OURS, family=OURS), *list_contenders({}, torch.device(device), is_compiled=False)):
+    ours = [Contender(name=OURS, family=OURS)]
+    if device != "cpu":
+        ours.append(Contender(name=f"{OURS}, host", family=OURS, tiers="host"))
+    for one in (*ours, *list_contenders([], torch.device(device), is_compiled=False)):
         if one.name not in _SKIPPED:
             yield one.name, functools.partial(_search, one, scale, unknown, device, budget_bytes)
 
@@ -124,7 +127,7 @@ class _Trial:
         dry = {"dry": True, "device": "cuda"} if on == "meta" else {}
         seen = take_profile(self._step, model, optimizer, *inputs, **dry)  # type: ignore[arg-type]
         try:
-            return make_plan(seen, budget=self._budget)
+            return make_plan(seen, budget=self._budget, tiers=self._contender.tiers)
         except BudgetError as error:
             return max(1, error.smallest_bytes - self._budget)
 

@@ -43,6 +43,15 @@ def bench(
         int, typer.Option("--rounds", metavar="N", min=1, help="Rounds, in which each contender takes a turn.")
     ] = 5,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps in each turn.")] = 5,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs",
+            metavar="N",
+            min=0,
+            help="Compile the contenders ahead in N processes. Each takes as much of the device as a step.",
+        ),
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: small sizes, eager, few steps.")] = False,
     limit: Annotated[
         float | None,
@@ -74,6 +83,7 @@ def bench(
 
         recollect bench --quick --device cpu
         recollect bench Llama ResNet --device cuda --mode eager --limit 400
+        recollect bench Llama --device cuda --mode compiled --jobs 4
         recollect bench Llama --size large --largest length --budget 40GiB
         recollect bench --page docs/benchmarks.md
     """
@@ -98,7 +108,8 @@ def bench(
     cells = list_cells(chosen, sizes, modes, device=name, torch=str(torch.__version__), commit=find_commit())
     if quick:
         rounds, repeats = 2, 2
-    how = {"device": device, "rounds": rounds, "repeats": repeats, "is_quick": quick, "budget_bytes": budget_bytes}
+    how = {"device": device, "rounds": rounds, "repeats": repeats, "is_quick": quick, "jobs": jobs}
+    how |= {"budget_bytes": budget_bytes}
     _measure(cells, results, how, limit=limit, again=again, quiet=quiet)
 
 
