@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import torch
 
 from recollect._bench.arena import Arena
 from recollect._bench.cases import SCALES
+from recollect._bench.children import end_with_parent
 from recollect._bench.contenders import Contender, list_contenders
 from recollect._bench.ours import list_compiled
 from recollect._core.torch_private.recompiles import allow_compilations
@@ -54,13 +57,14 @@ class Field:
         return list_contenders(ours, arena.device, is_compiled=True)
 
 
-def compile_ahead(field: Field, names: Sequence[str], *, jobs: int) -> None:
+def compile_ahead(field: Field, names: Sequence[str], *, jobs: int, end: float) -> None:
     """Compile contenders in processes, and wait for all of them; what fails, fails again where it is measured.
 
     Args:
         field: who takes part.
         names: whom to compile.
         jobs: how many processes; each takes as much of the device as one step.
+        end: when they are stopped, by the clock of `time.monotonic`.
     """
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
     asked = [json.dumps({**dataclasses.asdict(field), "names": names[job::jobs]}) for job in range(jobs)]
@@ -71,7 +75,8 @@ def compile_ahead(field: Field, names: Sequence[str], *, jobs: int) -> None:
     ]
     try:
         for process in started:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(None if end == math.inf else max(0.0, end - time.monotonic()))
     finally:
         for process in started:
             process.kill()
@@ -80,6 +85,7 @@ def compile_ahead(field: Field, names: Sequence[str], *, jobs: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """What such a process does."""
+    end_with_parent()
     said = json.loads(arguments[0])
     names = said.pop("names")
     field = Field(**{**said, "shares": tuple(said["shares"])})

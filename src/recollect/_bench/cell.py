@@ -9,6 +9,7 @@ everything; on the CPU live bytes, in a step that is not timed.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from recollect._bench.ahead import MOST_COMPILATIONS, Field, compile_ahead
 from recollect._bench.alternate import alternate
 from recollect._bench.arena import Arena, Ready
 from recollect._bench.cases import SCALES, Scale
+from recollect._bench.children import end_with_parent
 from recollect._bench.contenders import PLAIN, Contender, list_contenders
 from recollect._bench.ours import HOST_SHARES, QUICK_SHARES, SHARES, list_plans
 from recollect._bench.reach import list_searches
@@ -31,6 +33,7 @@ from recollect._core.torch_private.recompiles import allow_compilations
 from recollect._core.units import format_bytes
 from recollect._inspect.oom.error import read_shortage
 
+_TOO_LATE = "the time was up"
 _SLOW = 6.0  # times the plain step: one step is enough to know
 
 
@@ -47,7 +50,7 @@ class Request:
         jobs: processes that compile contenders ahead, into the cache that this one reads; 0 for none.
         budget_bytes: within which the largest is looked for.
         known: contenders whose largest is known already.
-        limit_s: after how long no other contender's largest is looked for; None for no limit.
+        limit_s: after how long no other contender begins; None for no limit.
     """
 
     cell: Cell
@@ -60,6 +63,10 @@ class Request:
     known: tuple[str, ...] = ()
     limit_s: float | None = None
 
+    def find_end(self) -> float:
+        """When nothing more may begin, by the clock of `time.monotonic`."""
+        return math.inf if self.limit_s is None else time.monotonic() + self.limit_s
+
 
 def measure(request: Request) -> Measured:
     """Measure one cell."""
@@ -68,21 +75,27 @@ def measure(request: Request) -> Measured:
     common = Measured(cell=request.cell, shape=shape, is_quick=request.is_quick)
     if request.cell.mode.startswith("largest "):
         return _measure_largest(request, scale, common)
+    end = request.find_end()
     arena = Arena(scale.case(), request.device)
     seen = arena.take_profile()
     with allow_compilations(MOST_COMPILATIONS):
-        figures = _measure_all(arena, _list_all(arena, seen, request), request)
-    return replace(common, held_bytes=seen.timeline.held_bytes, figures=tuple(figures))
+        figures = _measure_all(arena, _list_all(arena, seen, request, end), request, end)
+    return replace(
+        common,
+        held_bytes=seen.timeline.held_bytes,
+        figures=tuple(figures),
+        is_partial=any(one.failed == _TOO_LATE for one in figures),
+    )
 
 
-def _list_all(arena: Arena, seen: Profile, request: Request) -> list[Contender]:
+def _list_all(arena: Arena, seen: Profile, request: Request, end: float) -> list[Contender]:
     """Everyone who takes part; compiled, their code waits in the compiler's cache if there are jobs for that."""
     shares = QUICK_SHARES if request.is_quick else SHARES
     if request.cell.mode == "compiled":
         cell, span_bytes = request.cell, _find_span(arena, seen)
         field = Field(model=cell.model, size=cell.size, device=request.device, span_bytes=span_bytes, shares=shares)
         found = field.list_contenders(arena)
-        compile_ahead(field, [one.name for one in found if one.name != PLAIN], jobs=request.jobs)
+        compile_ahead(field, [one.name for one in found if one.name != PLAIN], jobs=request.jobs, end=end)
         return found
     ours = list_plans(seen, shares)
     if arena.device.type != "cpu":
@@ -103,20 +116,20 @@ def _find_span(arena: Arena, seen: Profile) -> int:
 
 def _measure_largest(request: Request, scale: Scale, common: Measured) -> Measured:
     unknown = request.cell.mode.removeprefix("largest ")
-    started = time.monotonic()
+    end = request.find_end()
     found: list[Reach] = []
     is_partial = False
     for contender, search in list_searches(scale, unknown, request.device, request.budget_bytes):
         if contender in request.known:
             continue
-        if request.limit_s is not None and found and time.monotonic() - started > request.limit_s:
+        if found and time.monotonic() > end:
             is_partial = True
             break
         found.append(search())
     return replace(common, budget_bytes=request.budget_bytes, reaches=tuple(found), is_partial=is_partial)
 
 
-def _measure_all(arena: Arena, contenders: list[Contender], request: Request) -> list[Figure]:
+def _measure_all(arena: Arena, contenders: list[Contender], request: Request, end: float) -> list[Figure]:
     is_compiled = request.cell.mode == "compiled"
     figures: dict[str, Figure] = {}
     steps: dict[str, Callable[[], object]] = {}
@@ -125,6 +138,9 @@ def _measure_all(arena: Arena, contenders: list[Contender], request: Request) ->
     for one in contenders:
         figures[one.name] = figure = _start_figure(one)
         if one.absent:
+            continue
+        if plain is not None and time.monotonic() > end:
+            figures[one.name] = replace(figure, failed=_TOO_LATE)
             continue
         try:
             ready = arena.prepare(one, is_compiled=is_compiled)
@@ -174,6 +190,7 @@ def _explain(error: BaseException) -> str:
 
 def main(arguments: list[str]) -> None:
     """Measure what a request, as JSON, asks for, and write it to a file."""
+    end_with_parent()
     asked, out = arguments
     said = json.loads(asked)
     request = Request(**{**said, "cell": Cell(**said["cell"]), "known": tuple(said.get("known", ()))})
