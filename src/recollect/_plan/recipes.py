@@ -16,12 +16,13 @@ from recollect._plan.options import PLAIN, Option, Weighed, move, place_of, weig
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal
 from recollect._plan.segments import Segment, find_last_modules, find_parts
-from recollect._plan.solvers.chain import choose_options
+from recollect._plan.solvers.chain import can_fit, choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
 from recollect._plan.treatments import Treatment, Way, count_host, find_held, find_recomputed, find_sent
 from recollect._plan.ways import can_replay, find_sendable
 
 _BUDGETS = 40
+_CLOSER = 5  # times, before the second
 _NARROWINGS = 12
 _FEWER_BUDGETS = 20
 _MOST_PRICES = 16
@@ -104,7 +105,10 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
 
 
 def _spread(low: int, high: int, steps: int) -> tuple[int, ...]:
-    return tuple(low + (high - low) * number // steps for number in range(steps + 1))
+    """Bytes from one number to another: evenly, and closer together at the low end, where plans differ most."""
+    evenly = [low + (high - low) * number // steps for number in range(steps + 1)]
+    closely = [low + (high - low) * number // (steps * _CLOSER) for number in range(1, _CLOSER)]
+    return (low, *closely, *evenly[1:])
 
 
 def _find_smallest(options: Sequence[Sequence[Weighed]], rest_bytes: int, high: int) -> int:
@@ -112,7 +116,7 @@ def _find_smallest(options: Sequence[Sequence[Weighed]], rest_bytes: int, high: 
     low = 0
     for _ in range(_NARROWINGS):
         middle = (low + high) // 2
-        low, high = (low, middle) if choose_options(options, rest_bytes, middle) is not None else (middle, high)
+        low, high = (low, middle) if can_fit(options, rest_bytes, middle) else (middle, high)
     return high
 
 

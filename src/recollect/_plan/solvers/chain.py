@@ -14,7 +14,7 @@ from typing import Any
 from recollect._plan.options import Weighed
 from recollect._plan.solvers.highs import INSTALL
 
-_BUCKETS = 4096
+_BUCKETS = 2048
 
 
 def choose_options(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_bytes: int) -> list[Weighed] | None:
@@ -60,6 +60,23 @@ def choose_options(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_b
     return found[::-1]
 
 
+def can_fit(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_bytes: int) -> bool:
+    """Whether any options of the segments fit together.
+
+    Whoever has freed more can do whatever one who has freed less can, so it is enough to free as much as possible.
+    """
+    freed = 0
+    for options in chain:
+        most = max(
+            (w.freed_bytes for w in options if max(w.forward_bytes, w.backward_bytes) - freed <= budget_bytes),
+            default=None,
+        )
+        if most is None:
+            return False
+        freed += most
+    return rest_bytes - freed <= budget_bytes
+
+
 class _Stage:
     """What is known after a segment, by bytes freed so far, in units: the least time, and which option led there.
 
@@ -88,19 +105,21 @@ class _Stage:
             number: of the option.
         """
         self._steps[number] = step
-        stop = self._last + 1
-        low, high = (min(max(first, end - step), stop) for end in (1, self._last))  # lead to places between the ends
+        last, costs = self._last, self.costs
+        stop = last + 1
+        low = min(max(first, 1 - step), stop)  # from here to `high`: lead to places between the ends
+        high = min(max(first, last - step), stop)
         if low < high:
             inner = reached[low - first : high - first]
-            known = self.costs[low + step : high + step]
-            is_better = inner < known
-            self._choices[low + step : high + step][is_better] = number
+            known = costs[low + step : high + step]
+            self._np.copyto(self._choices[low + step : high + step], number, where=inner < known)
             self._np.minimum(known, inner, out=known)
-        for end, start, until in ((0, first, low), (self._last, high, stop)):
+        for end, start, until in ((0, first, low), (last, high, stop)):
             if start < until:
-                best = start + int(self._np.argmin(reached[start - first : until - first]))
-                if reached[best - first] < self.costs[end]:
-                    self.costs[end], self._choices[end], self._ends[end] = reached[best - first], number, best
+                part = reached[start - first : until - first]
+                best = int(part.argmin())
+                if part[best] < costs[end]:
+                    costs[end], self._choices[end], self._ends[end] = part[best], number, start + best
 
     def trace(self, at: int) -> tuple[int, int]:
         """The option that led to a place, and from where."""
