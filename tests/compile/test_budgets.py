@@ -13,6 +13,7 @@ from recollect import BudgetError, Decision
 from recollect._compile.partition import Partition, _judge, _merge_equal_nodes, partitioner
 from recollect._core.calls import Phase
 from recollect._core.plans import Plan
+from recollect._plan.fusing import is_reducing
 from recollect._plan.graphs import price
 from recollect._plan.simulate import Simulation
 from tests.compile.graphs import Compiled, run_cut, transformer
@@ -124,6 +125,13 @@ def test_what_cannot_fit_is_refused_with_the_smallest_peak() -> None:
 def test_the_fastest_leaves_all_to_the_compiler() -> None:
     model, x = make()
     assert run_within("fastest", model, x).partition.plan.choices == ()
+
+
+def test_what_norms_and_softmax_make_of_many_numbers_is_kept_under_any_budget() -> None:
+    found = run_within("min", transformer(layers=2, width=128), torch.randn(2, 16, 128)).partition
+    again = [found.profile.calls[number] for number in found.simulation.recomputed_calls]
+    assert any(not is_reducing(call) for call in again)
+    assert not [call.op for call in again if is_reducing(call)]
 
 
 def test_equal_budgets_share_what_is_compiled_and_others_do_not() -> None:

@@ -9,6 +9,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch._inductor.utils import fresh_cache
 
+from recollect import Choice, Decision, Plan
 from recollect._compile.ordering import keep_order
 from recollect._compile.partition import Partition, partitioner
 
@@ -36,6 +37,17 @@ def test_each_product_waits_for_the_one_before_and_results_stay() -> None:
     assert [[one.name for one in node.args[0]] for node in nodes] == [["mm_default"], ["mm_default_1"]]
     for found, wanted in zip(graph(x), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_product_that_reads_what_comes_of_the_one_before_need_not_wait() -> None:
+    """Who waits for a value is a reader of it, so that nothing may be written into its memory."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    wave = graph.call_function(torch.ops.aten.sin.default, (first,))
+    turned = graph.call_function(torch.ops.aten.t.default, (wave,))
+    graph.output(graph.call_function(torch.ops.aten.mm.default, (turned, x)))
+    assert keep_order(fx.GraphModule(nn.Module(), graph)) == 0
 
 
 def test_a_graph_with_one_product_is_left_alone() -> None:
@@ -81,6 +93,41 @@ def test_under_inductor_a_step_stays_within_its_budget() -> None:
     assert measured <= budget - held
     assert 0.95 * predicted <= measured <= predicted
     assert plain == pytest.approx(most - held, rel=0.05)
+
+
+class Head(nn.Module):
+    """Its logits are by far the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 2048, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.norm(self.up(x).relu())), targets)
+
+
+@pytest.mark.kernels
+def test_under_inductor_gradients_take_the_place_of_logits_that_are_made_again() -> None:
+    pytest.importorskip("scipy")
+    torch.manual_seed(0)
+    model, x, targets = Head(), torch.randn(256, 32), torch.randint(0, 2048, (256,))
+    found: list[Partition] = []
+    plan = Plan(choices=(Choice(op="aten.mm.default", decision=Decision.RECOMPUTE),))
+    options: dict[str, Any] = {"custom_partitioner_fn": partitioner(plan, report=found.append)}
+    with fresh_cache(), inductor_config.patch(compile_threads=1):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, options=options)
+
+        def step() -> None:
+            compiled(x, targets).backward()
+            model.zero_grad()
+
+        for _ in range(2):
+            step()
+        measured = measure_peak(step)
+    logits = 256 * 2048 * 4
+    assert any("mm" in found[0].profile.calls[number].op for number in found[0].simulation.recomputed_calls)
+    assert logits < measured < 1.5 * logits
 
 
 def measure_peak(step: object) -> int:

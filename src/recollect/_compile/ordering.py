@@ -3,7 +3,9 @@
 The partitioner puts recomputation just before its first use, and a plan's peak is that of this order. Inductor orders
 kernels anew, and fuses pointwise ones that read the same memory, however far apart: recomputed values of several layers
 were made together, and a step planned for 5.25 MB took 7.42. So each product, convolution and attention of backward is
-told to wait for the one before it. What lies between two of them may be fused as before.
+told to wait for the one before it, unless it reads what comes of that. What lies between two of them may be fused as
+before. Who waits for a value counts as a reader of it, so that nothing is written into its memory: gradients of logits
+took a second buffer because a product waited for the logits that they had been made of.
 
 Private names: the operator `control_deps` of Inductor's passes, `preserve_node_ordering`, which wraps nodes in it, and
 how Inductor lowers it (``lowerings``, `IRNode.realize`). Inductor's cache passes graphs with that operator by, because
@@ -36,12 +38,15 @@ def keep_order(backward: fx.GraphModule, *, alone: bool = True) -> int:
     """
     waits: dict[fx.Node, fx.Node] = {}
     before: fx.Node | None = None
+    made_of_it: set[fx.Node] = set()  # of the kernel before, and so after it anyway
     for node in backward.graph.nodes:
+        if not made_of_it.isdisjoint(node.all_input_nodes):
+            made_of_it.add(node)
         if not has_kernel(node):
             continue
-        if before is not None and before not in node.all_input_nodes:
+        if before is not None and node not in made_of_it:
             waits[node] = before
-        before = node
+        before, made_of_it = node, {node}
     wait_for(backward, waits, alone=alone)
     return len(waits)
 

@@ -19,7 +19,7 @@ from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 from recollect._plan.budget import FASTEST, Budget
-from recollect._plan.fusing import fuse, is_pointwise, is_view
+from recollect._plan.fusing import fuse, is_pointwise, is_reducing, is_view
 from recollect._plan.problem import Problem, Run
 from recollect._plan.simulate import Simulation, Simulator
 from recollect._plan.solvers.keep_sets import Program
@@ -29,6 +29,7 @@ _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts 
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take, if its result is written nowhere
 _BISECTIONS = 10
 _STRIDES = (1, 2)  # through the valleys: of a transformer's every second one lies between two blocks
+_OF_MANY = 32  # times as large is what statistics are made of, at least
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
 
 
@@ -188,13 +189,25 @@ def _judge(simulator: Simulator, problem: Problem, kept: frozenset[int]) -> Keep
 
 
 def _find_always(profile: Profile) -> frozenset[int]:
-    """What is kept in any case: results of the step, and of calls that must not run twice."""
+    """What is kept in any case: results of the step, of calls that must not run twice, and statistics.
+
+    Those are the few numbers that a norm or a softmax makes of many. Made again in backward they would be one kernel
+    with what reads them there, which then reads its input more than once and cannot write into it: a second copy of the
+    logits, for the sake of two numbers for each token.
+    """
     made = {one.storage: one.call for one in profile.made() if one.call < profile.forward_count}
     return frozenset(
         storage
         for storage, number in made.items()
-        if profile.calls[number].runs_once or profile.storages[storage].lifetime is Lifetime.RETURNED
+        if profile.calls[number].runs_once
+        or profile.storages[storage].lifetime is Lifetime.RETURNED
+        or _is_statistic(profile.calls[number])
     )
+
+
+def _is_statistic(call: OpCall) -> bool:
+    most = max((value.bytes for value in call.inputs), default=0)
+    return is_reducing(call) and sum(value.bytes for value in call.outputs) * _OF_MANY <= most
 
 
 def _find_highest(problem: Problem) -> float:
