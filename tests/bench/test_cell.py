@@ -130,6 +130,15 @@ def test_the_largest_leaves_out_what_is_known_and_stops_when_the_time_is_up() ->
     assert first.is_partial
 
 
+@pytest.mark.usefixtures("tiny")
+def test_who_is_not_ready_when_the_time_is_up_has_no_figures_and_the_cell_is_measured_again() -> None:
+    measured = measure(replace(REQUEST, limit_s=0.0))
+    assert measured.is_partial
+    assert measured.plain is not None
+    late = {one.contender for one in measured.figures if one.failed == "the time was up"}
+    assert {"recollect 75%", "torch full"} <= late
+
+
 def test_packages_of_rivals_take_part_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, models = [], []
 

@@ -27,9 +27,7 @@ def test_losses_are_set_in_bold_and_counted() -> None:
     assert "| torch SAC | 7.00 MiB | 60% | 1.05 s | +5.0% | 0.0% | **+10.0%** |" in table
     assert "| torch_remat | 3.00 MiB | 20% | 1.50 s | +50.0% | 0.0% | **none** |" in table
     assert "| torch full | 6.00 MiB | 50% | 1.30 s | +30.0% | 0.0% | +10.0% |" in table
-    assert "Of 3 figures of others, recollect is slower at the same peak, or does not reach it, in 2" in describe_run(
-        RESULTS, "GPU"
-    )
+    assert "Rivals have 3 figures. In 2 of them, set in bold, recollect is slower" in describe_run(RESULTS, "GPU")
 
 
 def test_what_is_missing_and_what_failed_is_said() -> None:

@@ -115,8 +115,8 @@ def describe_run(results: Results, device: str) -> str:
     lost = [row for row in rows if row.is_lost]
     return (
         f"{device}, torch {', '.join(versions)}, recollect at {', '.join(commits)}. A step is forward, backward and "
-        f"the optimizer's; medians of rounds. Of {len(rows)} figures of others, recollect is slower at the same peak, "
-        f"or does not reach it, in {len(lost)}, which are set in bold.\n"
+        f"the optimizer's; times are medians of rounds. Rivals have {len(rows)} figures. In {len(lost)} of them, "
+        "set in bold, recollect is slower at the same peak or does not reach that peak.\n"
     )
 
 
