@@ -18,7 +18,7 @@ from recollect._plan import recipes
 from recollect._plan.overheads import USUAL
 from recollect._plan.prices import Pace
 from recollect._plan.rehearse import rehearse
-from recollect._plan.treatments import Treatment, Way
+from recollect._plan.treatments import PlannedWay, Treatment
 
 pytest.importorskip("scipy")
 
@@ -53,7 +53,7 @@ def at(profile: Profile, wanted: Pace) -> Profile:
 def rerun_all(made: Work) -> tuple[float, float]:
     """How long full recomputation takes, and the plain step."""
     runs = [run for number in range(4) for run in made.problem.runs_of(f"layers.{number}")]
-    return rehearse(made.problem, [(run, Treatment(way=Way.RERUN)) for run in runs]).step_s, made.problem.plain_s
+    return rehearse(made.problem, [(run, Treatment(way=PlannedWay.RERUN)) for run in runs]).step_s, made.problem.plain_s
 
 
 @pytest.mark.parametrize("wanted", list(Pace))
@@ -104,7 +104,7 @@ def test_as_many_blocks_are_replayed_as_the_host_can_follow(step: Profile, monke
     slow = {**USUAL, "replay": replace(USUAL["replay"], region_forward_s=1.3 * blocks_s)}
     monkeypatch.setattr(work, "USUAL", slow)
     points = work_for(at(step, Pace.DEVICE), None).frontier().points
-    followed = [sum(option.way is Way.REPLAY for _, option in point.choice) for point in points]
+    followed = [sum(option.way is PlannedWay.REPLAY for _, option in point.choice) for point in points]
     at_first = followed[:-2]
     assert max(at_first) == 3
     assert followed == [*at_first, 4, 4]  # the smallest peaks need all of them, however long that takes

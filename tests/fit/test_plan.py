@@ -18,7 +18,7 @@ from recollect._fit.work import work_for
 from recollect._plan.problem import Problem
 from recollect._plan.recipes import list_away
 from recollect._plan.segments import find_chains, find_last_modules
-from recollect._plan.treatments import Way
+from recollect._plan.treatments import PlannedWay
 from recollect._plan.write import write_choices, write_regions
 from recollect._recompute.frame import Frame
 from recollect._selective.program import Bound, Program
@@ -375,7 +375,7 @@ def test_with_a_link_candidates_mark_the_begin_of_backward_and_send_evenly() -> 
         assert [segment.path for segment, _ in choice] == blocks
         assert all(option.sends for _, option in choice)
     sent = [
-        {segment.path for segment, option in point.choice if option.way is Way.OFFLOAD}
+        {segment.path for segment, option in point.choice if option.way is PlannedWay.OFFLOAD}
         for point in work_for(seen, 1e12).frontier().candidates
     ]
     assert any({"head", "layers.0"} <= paths for paths in sent)

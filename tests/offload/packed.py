@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from recollect._offload.parcels import Parcel, View
+from recollect._offload.parcels import Parcel, ParcelView
 from recollect._offload.session import Session
 
 
 def parcel_of(packed: Any) -> Parcel:
     """What travels for a saved tensor, which must not be one that stayed."""
-    if isinstance(packed, View):
+    if isinstance(packed, ParcelView):
         return packed.parcel
     assert isinstance(packed, Parcel)
     return packed

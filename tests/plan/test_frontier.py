@@ -14,8 +14,8 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import find_chains
 from recollect._plan.solvers.bound import Bound, find_least_bytes
-from recollect._plan.solvers.keep_sets import Program
-from recollect._plan.treatments import Treatment, Way
+from recollect._plan.solvers.keep_sets import IntegerProgram
+from recollect._plan.treatments import PlannedWay, Treatment
 from tests.plan.blocks import make_step, stacks
 
 pytest.importorskip("scipy")
@@ -30,7 +30,7 @@ def treatments(problem: Problem, run: Run) -> list[Treatment | None]:
     """What the executor can do: leave the run alone, run it again, or replay it from what some of its calls gave."""
     calls = [number for number in range(run.first, run.stop) if problem.makes[number]]
     kept = [frozenset(at for number in some for at in problem.makes[number]) for some in subsets(iter(calls)) if some]
-    return [None, Treatment(way=Way.RERUN), *(Treatment(way=Way.REPLAY, kept=some) for some in kept)]
+    return [None, Treatment(way=PlannedWay.RERUN), *(Treatment(way=PlannedWay.REPLAY, kept=some) for some in kept)]
 
 
 def try_all(problem: Problem) -> list[tuple[int, float]]:
@@ -93,11 +93,11 @@ def test_keep_sets_are_the_quickest_for_their_bytes(step: Profile) -> None:
     problem = Problem(step)
     for segment in (find_chains(problem) or [[]])[0]:
         run = segment.runs[0]
-        program = Program(problem, run)
+        program = IntegerProgram(problem, run)
 
         def cost(kept: frozenset[int], run: Run = run) -> tuple[int, float]:
             size = sum(problem.sizes[at] for at in kept if problem.is_evictable(at, run) or at not in run.needs)
-            return size, rehearse(problem, [(run, Treatment(way=Way.REPLAY, kept=kept))]).again_s
+            return size, rehearse(problem, [(run, Treatment(way=PlannedWay.REPLAY, kept=kept))]).again_s
 
         every = [cost(frozenset(kept)) for kept in subsets(iter(program.keepable))]
         for limit in {size for size, _ in every}:
@@ -118,7 +118,7 @@ def test_standard_choices_are_candidates_that_no_plan_is_worse_than() -> None:
     def full(chain: object) -> Iterator[tuple[str, list[tuple[object, object]]]]:
         from recollect._plan.options import Option
 
-        yield "full", [(segment, Option(way=Way.RERUN)) for segment in chain]  # type: ignore[attr-defined]
+        yield "full", [(segment, Option(way=PlannedWay.RERUN)) for segment in chain]  # type: ignore[attr-defined]
 
     frontier = find_frontier(problem, candidates=full)  # type: ignore[arg-type]
     (named,) = [point for point in frontier.candidates if point.name == "full"]

@@ -11,7 +11,7 @@ from recollect._plan.options import PLAIN, Option
 from recollect._plan.problem import Problem
 from recollect._plan.segments import Segment
 from recollect._plan.solvers.keep_sets import keep_calls
-from recollect._plan.treatments import Way
+from recollect._plan.treatments import PlannedWay
 from recollect._plan.ways import can_be_kept
 from recollect._policy.base import Policy
 from recollect._policy.combine import first_match
@@ -26,7 +26,7 @@ Candidate = tuple[str, list[tuple[Segment, Option]]]
 def list_standard(problem: Problem, chain: Sequence[Segment]) -> Iterator[Candidate]:
     """The standard choices along a chain of segments, each with its name."""
     blocks = _find_repeated(chain)
-    full = Option(way=Way.RERUN)
+    full = Option(way=PlannedWay.RERUN)
     yield FULL, [(segment, full) for segment in blocks]
     yield "full, last block plain", [(segment, full) for segment in blocks[:-1]]
     yield "every:2", [(segment, full if number % 2 == 0 else PLAIN) for number, segment in enumerate(blocks)]

@@ -50,7 +50,7 @@ class Parcel:
         returned: bytes on the device, and whose way back they are on, `back`.
         met: the stream that has waited for `out`, and later for `back`.
         asked: how many saved tensors the running backward pass has yet to ask for; `pass_id` says in which.
-        users: how many saved tensors it stands for: the first, and each `View` that lives.
+        users: how many saved tensors it stands for: the first, and each `ParcelView` that lives.
         step: what it is part of; `number` says which.
     """
 
@@ -150,7 +150,7 @@ class Parcel:
             raise ChangedInputError(message)
 
 
-class View:
+class ParcelView:
     """Stands in the graph for a saved tensor whose bytes are in a parcel that was there before."""
 
     __slots__ = ("kind", "parcel")
@@ -196,7 +196,7 @@ def tensors_here(packed: Any) -> list[Tensor] | None:
     """The tensors that one of our packed objects holds where they were; None for an object of others."""
     if isinstance(packed, Stayed):
         return [packed.tensor]
-    if isinstance(packed, (Parcel, View)):
+    if isinstance(packed, (Parcel, ParcelView)):
         alias = packed.alias if isinstance(packed, Parcel) else packed.parcel.alias
         return [] if alias is None else [alias]
     return None

@@ -32,7 +32,7 @@ from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.departures import Departures
 from recollect._offload.kinds import Kind, Kinds
 from recollect._offload.learning import MEASURED_STEPS, Learner, SessionOptions
-from recollect._offload.parcels import Parcel, Stayed, View
+from recollect._offload.parcels import Parcel, ParcelView, Stayed
 from recollect._offload.returns import Returns
 from recollect._offload.steps import Step
 from recollect._offload.streams import Clock
@@ -141,7 +141,7 @@ class Session:
         parcel: Parcel
         if type(handle) is Parcel:
             parcel = handle
-        elif type(handle) is View:
+        elif type(handle) is ParcelView:
             parcel = handle.parcel
         elif type(handle) is Stayed:
             return handle.get()
@@ -210,7 +210,7 @@ class Session:
             return Stayed(tensor)
         kind = self._kinds.find(tensor, storage)
         if parcel is not None and parcel.serves(tensor, kind):
-            return View(kind, parcel)
+            return ParcelView(kind, parcel)
         step = self._step
         if step is None or step.has_backward:
             step = self._open_step()

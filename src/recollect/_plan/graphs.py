@@ -22,7 +22,7 @@ from recollect._plan.budget import FASTEST, Budget
 from recollect._plan.fusing import fuse, is_pointwise, is_reducing, is_view
 from recollect._plan.problem import Problem, Run
 from recollect._plan.simulate import Simulation, Simulator
-from recollect._plan.solvers.keep_sets import Program
+from recollect._plan.solvers.keep_sets import IntegerProgram
 from recollect._plan.waists import find_valleys
 
 _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts is how many operations weigh a byte
@@ -150,7 +150,7 @@ def _list_keep_sets(profile: Profile, budget_bytes: int | None) -> Iterator[Keep
     yield plain
     valleys = find_valleys(problem, run)
     for there in dict.fromkeys((always, *(always.union(*valleys[::stride]) for stride in _STRIDES))):
-        program = Program(problem, run, needs=run.needs, there=there)
+        program = IntegerProgram(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
         small, large = _judge(simulator, problem, program.keep_at(high) | there), plain
         yield small

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from recollect._core.calls import Lifetime
 from recollect._plan.problem import Problem, Run
-from recollect._plan.treatments import Given, Treatment, Way, find_first_asked
+from recollect._plan.treatments import Given, PlannedWay, Treatment, find_first_asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def find_joins(problem: Problem, chosen: Sequence[tuple[Run, Treatment]]) -> dic
     order = sorted(range(len(chosen)), key=lambda index: chosen[index][0].first)
     for giver, taker in itertools.pairwise(order):
         (before, source), (run, treatment) = chosen[giver], chosen[taker]
-        if treatment.is_joined and run.start is not None and source.way is not Way.OFFLOAD:
+        if treatment.is_joined and run.start is not None and source.way is not PlannedWay.OFFLOAD:
             storages = find_joinable(problem, before, run) - source.kept
             if storages:
                 found[taker] = Join(taker=taker, giver=giver, storages=storages)
@@ -81,6 +81,6 @@ def find_given(problem: Problem, chosen: Sequence[tuple[Run, Treatment]], joins:
 
 def find_begin(problem: Problem, run: Run, treatment: Treatment, given: Given | None) -> int:
     """The backward call at which a region first needs what it was given."""
-    own = find_first_asked(problem, run, treatment) if treatment.way is Way.REPLAY else run.start
+    own = find_first_asked(problem, run, treatment) if treatment.way is PlannedWay.REPLAY else run.start
     assert own is not None
     return own if given is None else min(own, given.moment)

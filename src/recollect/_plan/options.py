@@ -10,7 +10,7 @@ from recollect._plan.prices import Added
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, rehearse
 from recollect._plan.segments import Segment
-from recollect._plan.treatments import Treatment, Way
+from recollect._plan.treatments import PlannedWay, Treatment
 from recollect._plan.ways import can_be_kept, find_groups, find_held_for
 
 
@@ -27,7 +27,7 @@ class Option:
         parts: what becomes of the modules inside, by their paths from here, where these are the regions.
     """
 
-    way: Way | None = None
+    way: PlannedWay | None = None
     kept: frozenset[tuple[int, int]] = frozenset()
     is_away: bool = False
     sent: frozenset[tuple[int, int]] = frozenset()
@@ -70,7 +70,7 @@ class Option:
         names = name_kept(problem, first, self.calls(problem, first))
         calls = {number for number in find_named(problem, run, names) if can_be_kept(problem, run, number)}
         way, kept = find_held_for(problem, run, calls)
-        is_away = self.is_away and way is not Way.REPLAY
+        is_away = self.is_away and way is not PlannedWay.REPLAY
         return Treatment(way=way, kept=kept, is_away=is_away, is_joined=self.is_joined)
 
     def calls(self, problem: Problem, run: Run) -> set[int]:

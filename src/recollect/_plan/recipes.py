@@ -18,7 +18,7 @@ from recollect._plan.rehearse import Rehearsal
 from recollect._plan.segments import Segment, find_last_modules, find_parts
 from recollect._plan.solvers.chain import can_fit, choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
-from recollect._plan.treatments import Treatment, Way, count_host, find_held, find_recomputed, find_sent
+from recollect._plan.treatments import PlannedWay, Treatment, count_host, find_held, find_recomputed, find_sent
 from recollect._plan.ways import can_replay, find_sendable
 
 _BUDGETS = 40
@@ -30,10 +30,10 @@ _MORE = 1 + 1e-6  # what has just this price is taken
 _BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
 _MARKER_BYTES = IN_FLIGHT_BYTES // 4
 _SENT_SHARES = (0.34, 0.67, 1.0)
-_LITTLE_FOLLOWING = (None, Way.RERUN)
+_LITTLE_FOLLOWING = (None, PlannedWay.RERUN)
 _LINK_SHARES = (0.7, 0.9, 1.0, 1.1)  # of its speed, for what replays send: other modules run beside them
 _MOST_SENT = 12  # values of a run
-_RUNS_AGAIN = (Way.RERUN, Way.SERVE, Way.REPLAY)
+_RUNS_AGAIN = (PlannedWay.RERUN, PlannedWay.SERVE, PlannedWay.REPLAY)
 _ROWS = (2, 4, 8)  # of joined segments: made again at once, and so not many
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
 
@@ -83,7 +83,7 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
     rest = plain.most_bytes(last.runs[-1].stop, start)
     high = _find_smallest(options, rest, plain.peak_bytes)
     for sent, extra in ((frozenset[int](), ()), *_choose_sent(problem, chain)):
-        away = {at: weigh(problem, chain[at], Option(way=Way.OFFLOAD), plain) for at in sent}
+        away = {at: weigh(problem, chain[at], Option(way=PlannedWay.OFFLOAD), plain) for at in sent}
         mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
         steps = _FEWER_BUDGETS if sent else _BUDGETS
         lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
@@ -138,7 +138,7 @@ def _follow_fewer(
 
     None if it can follow all of them, or none: then candidates for other paces have what is needed.
     """
-    prices, replay = problem.prices, Treatment(way=Way.REPLAY)
+    prices, replay = problem.prices, Treatment(way=PlannedWay.REPLAY)
     if prices.plain is None or prices.pace.counts_forward:
         return None
     spare, followed_s, found, count = prices.find_spare(), 0.0, list[list[Weighed]](), 0
@@ -248,7 +248,7 @@ def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[tuple[f
                 yield some, ()
         if sent and (marker := _find_marker(problem, chain)) is not None:
             inside = [at for at, segment in enumerate(chain) if segment.path == marker.path]
-            yield frozenset((*sent, *inside)), () if inside else ((marker, Option(way=Way.OFFLOAD)),)
+            yield frozenset((*sent, *inside)), () if inside else ((marker, Option(way=PlannedWay.OFFLOAD)),)
 
 
 def _find_marker(problem: Problem, chain: Sequence[Segment]) -> Segment | None:
@@ -320,7 +320,7 @@ def find_options(problem: Problem, segment: Segment) -> list[Option]:
 
 
 def _search_options(problem: Problem, run: Run) -> list[Option]:
-    found = [PLAIN, Option(way=Way.RERUN)]
+    found = [PLAIN, Option(way=PlannedWay.RERUN)]
     if can_replay(problem, run):
         found += find_keep_sets(problem, run)
         found += find_waist_sets(problem, run)
@@ -332,7 +332,7 @@ def _send_held(problem: Problem, run: Run, served: Iterable[Option]) -> Iterator
     """Options that run again and send what they hold until then, as far as the link carries it beside the run."""
     most = _MOST_LINK_TIME * sum(problem.seconds[run.first : run.stop]) * (problem.link_bytes_per_s or 0.0)
     for option in served:
-        way = Way.SERVE if option.kept else Way.RERUN
+        way = PlannedWay.SERVE if option.kept else PlannedWay.RERUN
         held = find_held(problem, run, Treatment(way=way, kept=option.storages(problem, run)))
         if 0 < sum(problem.sizes[storage] for storage in held) <= most:
             yield replace(option, way=way, is_away=True)
@@ -344,7 +344,7 @@ def _send_kept(problem: Problem, segment: Segment, most_bytes: int) -> Iterator[
     if not all(problem.are_same(run, other) for other in segment.runs):
         return
     for option in find_options(problem, segment):
-        if option.way is Way.REPLAY:
+        if option.way is PlannedWay.REPLAY:
             sent = _fill(problem, _list_sendable(problem, run, option), most_bytes)
             if sent:
                 yield replace(option, sent=frozenset(place_of(problem, run, storage) for storage in sent))

@@ -23,8 +23,8 @@ from recollect._plan.passing import find_passes
 from recollect._plan.prices import Added, Pace
 from recollect._plan.problem import Problem, Run
 from recollect._plan.treatments import (
+    PlannedWay,
     Treatment,
-    Way,
     count_host,
     find_held,
     find_recomputed,
@@ -118,7 +118,7 @@ class _Stage:
         ends: dict[int, int] = {}  # of the first copies, where regions change them; by step
         copies: list[tuple[int, int, int]] = []  # of values that are made again: from step, to step, bytes
         for run, treatment in self._chosen:
-            for one in _list_ends(problem, run) if treatment.way is not Way.OFFLOAD else ():
+            for one in _list_ends(problem, run) if treatment.way is not PlannedWay.OFFLOAD else ():
                 if one.storage not in treatment.kept:
                     ends[one.storage] = max(self._at[one.used] + 1, self._before[one.moment])
         for join in self._joins.values():
@@ -171,7 +171,7 @@ class _Stage:
     def _send_modules(self, ends: dict[int, int]) -> Iterator[_Trip]:
         """What goes of modules that send all that they save."""
         problem = self._problem
-        runs = [run for run, treatment in self._chosen if treatment.way is Way.OFFLOAD]
+        runs = [run for run, treatment in self._chosen if treatment.way is PlannedWay.OFFLOAD]
         for storage, asked in find_sent(problem, runs).items():
             end = problem.spans[storage][1]
             assert end is not None
@@ -190,7 +190,7 @@ class _Stage:
         holders = Counter(
             storage
             for run, treatment in self._chosen
-            if treatment.way is not Way.OFFLOAD
+            if treatment.way is not PlannedWay.OFFLOAD
             for storage in run.read_outside
         )
         for index, asked in first.items():
@@ -253,13 +253,13 @@ class _Stage:
         last = {index: step for step, index in self._owners.items()}
         problem = self._problem
         for index, (run, treatment) in enumerate(self._chosen):
-            if treatment.way is Way.REPLAY:
+            if treatment.way is PlannedWay.REPLAY:
                 begin = self._before[find_begin(problem, run, treatment, self._given.get(index))]
                 for storage in run.read_outside - self._forgotten(index):
                     self._hold(ends, storage, begin)
         for index, step in last.items():
             run, treatment = self._chosen[index]
-            if treatment.way is not Way.REPLAY:
+            if treatment.way is not PlannedWay.REPLAY:
                 stop = find_stop(run, self._given.get(index))
                 served = (at for at in treatment.kept if run.makes[at][0] < stop)
                 for storage in (*(run.read_outside - self._forgotten(index)), *served):
@@ -271,7 +271,7 @@ class _Stage:
             stop = max(used + 1, taken.get(storage, 0))
             if storage in run.needs and end is not None:
                 stop = max(stop, self._before[end])
-            elif treatment.way is not Way.REPLAY and end is not None and end <= run.stop:
+            elif treatment.way is not PlannedWay.REPLAY and end is not None and end <= run.stop:
                 stop = max(stop, min(first + end - run.makes[storage][0], last[index] + 1))
             copies.append((first, stop, problem.sizes[storage]))
 
@@ -310,7 +310,7 @@ class _Stage:
                 found[storage] = step + 1
         for index, join in self._joins.items():
             run, treatment = self._chosen[index]
-            done = last.get(index, -1) + 1 if treatment.way is not Way.REPLAY else 0
+            done = last.get(index, -1) + 1 if treatment.way is not PlannedWay.REPLAY else 0
             for storage in join.storages:
                 savers = (by for by in problem.saved_by.get(storage, ()) if run.first <= by < run.stop)
                 used = (self._before[problem.released[by]] for by in savers if by in problem.released)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from recollect._plan.problem import Problem, Run
 
 
-class Way(enum.Enum):
-    """How a region gets its values back.
+class PlannedWay(enum.Enum):
+    """How a region is to get its values back, as a plan says it.
 
     RERUN: the module runs again, up to the last value that is saved. SERVE: so it does, and calls whose results were
     kept are given them. REPLAY: single calls are made again, when backward asks for what they give, starting from
@@ -35,7 +35,7 @@ class Treatment:
         is_joined: whether it forgets what the region before it gave it, which runs again for that.
     """
 
-    way: Way
+    way: PlannedWay
     kept: frozenset[int] = frozenset()
     is_away: bool = False
     sent: frozenset[int] = frozenset()
@@ -44,7 +44,7 @@ class Treatment:
     @property
     def sends(self) -> bool:
         """Whether something of it goes elsewhere."""
-        return self.is_away or bool(self.sent) or self.way is Way.OFFLOAD
+        return self.is_away or bool(self.sent) or self.way is PlannedWay.OFFLOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ def find_recomputed(
         treatment: what becomes of it.
         given: what the region after it asks for besides.
     """
-    if run.start is None or treatment.way is Way.OFFLOAD:
+    if run.start is None or treatment.way is PlannedWay.OFFLOAD:
         return []
-    if treatment.way is not Way.REPLAY:
+    if treatment.way is not PlannedWay.REPLAY:
         moment = run.start if given is None else min(run.start, given.moment)
         calls = range(run.first, find_stop(run, given))
         return [(moment, [number for number in calls if not _is_served(problem, number, treatment)])]

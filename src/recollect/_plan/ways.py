@@ -14,14 +14,14 @@ from recollect._core.calls import OpCall
 from recollect._core.pace import is_bound_by_host
 from recollect._core.profiles import Clock
 from recollect._plan.problem import Problem, Run
-from recollect._plan.treatments import Treatment, Way, find_recomputed
+from recollect._plan.treatments import PlannedWay, Treatment, find_recomputed
 
 _GIVEN_COPIES = ("aten.addmm.", "aten.baddbmm.", "aten.bmm.", "aten.convolution.", "aten.mm.")
 _CASTS = "aten._to_copy."  # what is also laid out anew has other strides, and is not given
 _PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its own calls it
 
 
-def find_way(problem: Problem, run: Run, kept: Collection[int] = ()) -> Way:
+def find_way(problem: Problem, run: Run, kept: Collection[int] = ()) -> PlannedWay:
     """Replay, or serve where the run, or one call of torch of which only a part is kept, cannot be replayed.
 
     Args:
@@ -30,13 +30,13 @@ def find_way(problem: Problem, run: Run, kept: Collection[int] = ()) -> Way:
         kept: the calls whose results are kept, by number; those that are kept in any case need not be among them.
     """
     if not can_replay(problem, run):
-        return Way.SERVE
+        return PlannedWay.SERVE
     forced = set(find_forced(problem, run))
     for group in find_groups(problem, run):
         mine = [number for number in group if number in kept or number in forced]
         if mine and not _is_kept_whole(problem, group, mine):
-            return Way.SERVE
-    return Way.REPLAY
+            return PlannedWay.SERVE
+    return PlannedWay.REPLAY
 
 
 def can_replay(problem: Problem, run: Run) -> bool:
@@ -145,13 +145,13 @@ def _follow_copies(problem: Problem, run: Run, storage: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[Way, frozenset[int]]:
+def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[PlannedWay, frozenset[int]]:
     """How the executor will get the rest back if it is told to keep what these calls give, and what it then holds."""
     if not calls:
-        return Way.RERUN, frozenset()  # there is nothing to start a replay from
+        return PlannedWay.RERUN, frozenset()  # there is nothing to start a replay from
     way = find_way(problem, run, calls)
     made = [storage for number in calls for storage in find_kept_of(problem, run, number)]
-    if way is not Way.REPLAY:
+    if way is not PlannedWay.REPLAY:
         return way, frozenset(made)
     copied = {storage: copies for storage, copies in find_copied(problem, run).items() if storage in made}
     while True:

@@ -17,7 +17,7 @@ from recollect._plan.names import name_kept
 from recollect._plan.options import Option
 from recollect._plan.problem import Problem, Run
 from recollect._plan.segments import Segment
-from recollect._plan.treatments import Treatment, Way, find_held, find_recomputed, find_sent
+from recollect._plan.treatments import PlannedWay, Treatment, find_held, find_recomputed, find_sent
 from recollect._plan.ways import find_copied, find_kept_of
 
 _MOST_WORDS = 4
@@ -55,7 +55,7 @@ def write_regions(
         assert option.way is not None
         plain = kept = 0
         again_s = 0.0
-        sent = set(find_sent(problem, segment.runs) if option.way is Way.OFFLOAD else ())
+        sent = set(find_sent(problem, segment.runs) if option.way is PlannedWay.OFFLOAD else ())
         for run, treatment in option.treat(problem, segment):
             mine = [storage for storage in run.needs if problem.is_evictable(storage, run)]
             plain += sum(problem.sizes[storage] for storage in mine)
@@ -74,7 +74,7 @@ def write_regions(
             tier=tier if sent else "",
             again_s=again_s,
             parameter_bytes=sum(size for name, size in owned.items() if name.startswith(f"{segment.path}.")),
-            keeps="all" if option.way is Way.OFFLOAD else _describe_kept(problem, segment.runs[0], option),
+            keeps="all" if option.way is PlannedWay.OFFLOAD else _describe_kept(problem, segment.runs[0], option),
             joined_to=joined_to.get(segment.path, ""),
         )
 
@@ -95,7 +95,7 @@ def _find_used(problem: Problem, treatment: Treatment, again: list[tuple[int, li
 def _describe_kept(problem: Problem, run: Run, option: Option) -> str:
     """What is kept, by operator: ``"mm x3, attention"``."""
     calls = sorted(option.calls(problem, run))
-    if option.way is Way.REPLAY:
+    if option.way is PlannedWay.REPLAY:
         treatment = Treatment(way=option.way, kept=option.storages(problem, run))
         used = set(_find_used(problem, treatment, find_recomputed(problem, run, treatment)) | run.needs)
         used.update(storage for storage, copies in find_copied(problem, run).items() if used.issuperset(copies))

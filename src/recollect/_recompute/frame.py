@@ -54,7 +54,7 @@ from recollect._recompute.outputs import Outputs, find_nodes
 from recollect._recompute.refusals import refuse_changed, refuse_overlap, refuse_used
 from recollect._recompute.surroundings import Surroundings
 from recollect._recompute.values import Evidence
-from recollect._recompute.way import Options, Pack, Session, Sides, Way
+from recollect._recompute.way import Options, Pack, Producer, Sides, Way
 
 __recollect_role__ = Role.REGION
 
@@ -68,7 +68,7 @@ class Frame:
         values: by index: what the running pass made, with its version.
         kept: the same in a pass that keeps the graph, before and after a value was handed to a node.
         held: by index: values that are not forgotten at all.
-        session: makes values on demand.
+        producer: makes values on demand.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ class Frame:
             "lock",
             "log",
         ),
-        *("memory", "metas", "name", "nested", "options", "outputs", "recompute_context", "session", "stops_early"),
+        *("memory", "metas", "name", "nested", "options", "outputs", "producer", "recompute_context", "stops_early"),
         *("thread", "values", "was_filled", "way"),
     )
 
@@ -107,7 +107,7 @@ class Frame:
         self.kept: dict[int, tuple[Tensor, int] | Handed] = {}
         self.held: dict[int, tuple[Tensor, int]] | None = None
         self.lingering: list[int] = []  # indices of values that stay until their nodes, or whoever asked, are released
-        self.session: Session | None = None
+        self.producer: Producer | None = None
         self.is_open = True
         self.was_filled = self.keeps_graph = False
         # By create_graph: a node of the region then stands in two graphs, and a pass may run it, and read, twice.
@@ -344,13 +344,13 @@ class Frame:
                 return self._checked(found)
             if index in self.kept:
                 return self._fetch_kept(index, pass_id, group)
-            if self.session is not None:
-                return self._make(self.session, index, pass_id)
+            if self.producer is not None:
+                return self._make(self.producer, index, pass_id)
             return self._make_one(index)
 
-    def _make(self, session: Session, index: int, pass_id: int) -> Tensor:
+    def _make(self, producer: Producer, index: int, pass_id: int) -> Tensor:
         """Have a value made for this pass."""
-        value = session.take(index)
+        value = producer.take(index)
         if value is None:  # it is among those that were filled in
             return self._fetch_kept(index, pass_id, current_sharing()) if self.keeps_graph else self.values[index][0]
         if self.keeps_graph:
@@ -372,7 +372,7 @@ class Frame:
                 return self._make_one(index)
             if group.refuses_overlap:
                 refuse_overlap(self.name)
-            if self.session is not None:
+            if self.producer is not None:
                 return self._make_one(index)
             self._begin_pass(group, group)
             kept = self.kept.get(index)
@@ -434,7 +434,7 @@ class Frame:
         self.values.clear()
         self.kept.clear()
         self.lingering.clear()
-        self.session = None
+        self.producer = None
 
     def _is_last(self) -> bool:
         """Whether the running pass frees the graph and reaches every output: no recomputation follows its own."""
@@ -450,8 +450,8 @@ class Frame:
     def _release(self) -> None:
         """Let the inputs go. A value that the pass does not reach after all (of a tensor that leaked out) stays."""
         self.inputs = self.fn = self.recompute_context = None
-        if self.session is not None:
-            self.session.be_last()
+        if self.producer is not None:
+            self.producer.be_last()
 
     def expire(self) -> None:
         """The pass is over: values that nobody asked for go, unless the inputs are gone already."""

@@ -31,7 +31,7 @@ class Options:
     explain: bool = False
 
 
-class Session(Protocol):
+class Producer(Protocol):
     """Makes values for one pass, each when it is asked for."""
 
     def take(self, index: int) -> Tensor | None:
@@ -51,7 +51,7 @@ class Way(Protocol):
         """After forward: all is known that recomputation will need."""
 
     def refill(self, frame: Frame, *, is_last: bool) -> None:
-        """A pass asks for the first time: fill `frame.values`, or set `frame.session` to fill them on demand."""
+        """A pass asks for the first time: fill `frame.values`, or set `frame.producer` to fill them on demand."""
 
     def read(self, frame: Frame, index: int) -> Tensor:
         """Make one saved tensor alone and keep nothing: a read outside backward, or of a value already used."""

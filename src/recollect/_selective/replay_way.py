@@ -48,13 +48,13 @@ class Replaying:
     def refill(self, frame: Frame, *, is_last: bool) -> None:
         """Have values made when they are asked for."""
         self._begin_pass()
-        frame.session = self._session(frame, find_live(frame.handles), _filler(frame), is_last=is_last)
+        frame.producer = self._producer(frame, find_live(frame.handles), _filler(frame), is_last=is_last)
 
     def read(self, frame: Frame, index: int) -> Tensor:
         """Replay for one saved tensor alone."""
         inner: dict[int, Tensor] = {}
         live = [number == index for number in range(len(frame.handles))]
-        value = self._session(frame, live, inner.__setitem__, is_last=False).take(index)
+        value = self._producer(frame, live, inner.__setitem__, is_last=False).take(index)
         return inner[index] if value is None else value
 
     def held(self, frame: Frame) -> list[tuple[str, Any]]:
@@ -63,7 +63,7 @@ class Replaying:
         found = [("kept", tensor) for tensor in held]
         return found + [("kept", tensor) for tensor, _ in (frame.held or {}).values()]
 
-    def _session(self, frame: Frame, live: list[bool] | None, fill: Fill, *, is_last: bool) -> ReplaySession:
+    def _producer(self, frame: Frame, live: list[bool] | None, fill: Fill, *, is_last: bool) -> ReplayProducer:
         assert frame.inputs is not None
         program, bound = self.program, self.bound
         if live is None:
@@ -74,7 +74,7 @@ class Replaying:
                 bound.held = [held if count else None for held, count in zip(bound.held, uses, strict=True)]
         leaves = frame.inputs.materialise(frame.name)
         replay = Replay(frame.name, program, bound, leaves, uses, is_last=is_last, fill=fill)
-        return ReplaySession(replay, frame.around)
+        return ReplayProducer(replay, frame.around)
 
 
 def _filler(frame: Frame) -> Fill:
@@ -93,7 +93,7 @@ def _filler(frame: Frame) -> Fill:
     return fill
 
 
-class ReplaySession:
+class ReplayProducer:
     """The replay of one pass, each value made under what was around forward.
 
     Whether that stands as it stood is seen once per pass; only autocast may be switched by a node (`custom_bwd`).

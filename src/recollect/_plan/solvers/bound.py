@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from recollect._core.calls import Category
 from recollect._plan.problem import Problem, Run
-from recollect._plan.solvers.keep_sets import Program
+from recollect._plan.solvers.keep_sets import IntegerProgram
 
 _LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
 
@@ -40,7 +40,7 @@ class Bound:
         return plain + again
 
 
-def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:
+def _make_programs(problem: Problem, run: Run) -> list[tuple[IntegerProgram, int]]:
     """For the moments that are tried: what later calls need, and the bytes that are there in any case."""
     lasts: dict[int, int] = {}
     for moment, storages in run.asks:
@@ -60,7 +60,7 @@ def _make_programs(problem: Problem, run: Run) -> list[tuple[Program, int]]:
     found = []
     for moment in dict.fromkeys((problem.forward_count, pressing)):
         later = frozenset(storage for storage, last in lasts.items() if last > moment)
-        found.append((Program(problem, run, needs=later), _count_fixed(problem, moment, later)))
+        found.append((IntegerProgram(problem, run, needs=later), _count_fixed(problem, moment, later)))
     return found
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.highs import Model
-from recollect._plan.treatments import Way
+from recollect._plan.treatments import PlannedWay
 from recollect._plan.waists import find_waists
 from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
 
@@ -42,7 +42,7 @@ class _Value:
 
 def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
     """Options for a run that replays, from keeping nothing to keeping all, each the quickest for its bytes."""
-    program = Program(problem, run)
+    program = IntegerProgram(problem, run)
     seen: set[frozenset[int]] = set()
     is_small = len(program.keepable) <= (_FEWER if program.has_groups else _FEW)
     groups = {number: group for group in find_groups(problem, run) for number in group}
@@ -54,7 +54,7 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
         # Without anything kept there would be no replay: what backward has no use for is kept at no cost.
         calls = forced.union(number for at in kept for number in groups[run.makes[at][-1]]) or set(program.unused)
         option = keep_calls(problem, run, (number for number in calls if can_be_kept(problem, run, number)))
-        if option.way is Way.REPLAY:
+        if option.way is PlannedWay.REPLAY:
             yield option
 
 
@@ -70,7 +70,7 @@ def find_waist_sets(problem: Problem, run: Run) -> Iterator[Option]:
         groups = (group for group in find_groups(problem, run) if not calls.isdisjoint(group))
         together = {number for group in groups for number in group if can_be_kept(problem, run, number)}
         option = keep_calls(problem, run, together)
-        if option.way is Way.REPLAY:
+        if option.way is PlannedWay.REPLAY:
             yield option
 
 
@@ -86,7 +86,7 @@ def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
         yield from map(frozenset, itertools.combinations(keepable, count))
 
 
-def _try_slices(program: Program) -> Iterator[frozenset[int]]:
+def _try_slices(program: IntegerProgram) -> Iterator[frozenset[int]]:
     """The corners of the lower hull of bytes and seconds, and between them the quickest for so many bytes."""
     share = min(1.0, _CALLS_IN_FULL / max(1, program.count_calls()))
     yield from program.find_corners(round(_MOST_CORNERS * share))
@@ -114,8 +114,8 @@ def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
             yield keep_calls(problem, run, kept)
 
 
-class Program:
-    """The choice for one run as a program of 0s and 1s.
+class IntegerProgram:
+    """The choice for one run as an integer program: each variable is 0 or 1.
 
     With `needs`, for a bound and for compiled graphs: only these are asked for, and what eager code cannot do is
     allowed. What is `there` is kept in any case and counts for nothing.
