@@ -9,7 +9,7 @@ SCRATCH := build/wheel
 # How many processes run tests. Each uses one thread, so one for each core.
 JOBS ?= auto
 # Compiled files are written even where the environment forbids it: tests start processes that import the library.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8
 
 .PHONY: setup test quick zoo checks lint format types layers changelog tests docs wheel demo bench clean
 

@@ -1,7 +1,7 @@
 """Settings for all tests: hypothesis profiles, what is skipped, what is slow, and who runs what where several run."""
 
 import os
-from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.collecting import collect_new, collect_seldom
 from tests.guards import leave_guards_untimed
 from tests.pricing import little_overheads
 from tests.seeding import seed_only_what_is_here
+from tests.sharing_out import TOGETHER, Sharing, find_shared
 from tests.tracing import leave_compilers_untraced
 
 # Nothing here may depend on how quick the machine is, nor on luck: no time limits, and the same examples everywhere.
@@ -76,8 +77,6 @@ FIRST = (
     "tests/contracts/test_selective_lifetimes.py",
     "tests/inspect/test_oom",
 )
-SHARED = {"ranks", "browser"}  # fixtures that start processes: those who use one stay together
-CHUNK = 40
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +90,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
-        if item.nodeid.startswith(SLOW) or not SHARED.isdisjoint(getattr(item, "fixturenames", ())):
+        shared = set(TOGETHER.values()).intersection(getattr(item, "fixturenames", ()))
+        if item.nodeid.startswith(SLOW) or shared:
             item.add_marker(pytest.mark.slow)
+        if not shared <= {find_shared(item.nodeid)}:
+            raise pytest.UsageError(
+                f"{item.nodeid} uses {min(shared)}: name its file in TOGETHER, tests/sharing_out.py"
+            )
     if hasattr(config, "workerinput"):
-        share_out(items)
+        items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), item.get_closest_marker("slow") is None))
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)  # else xdist chooses by --dist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Sharing:
+    return Sharing(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -111,19 +120,3 @@ def pytest_runtest_setup() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is not None and nextitem.path != item.path:
         collect_new()  # compilers and packages that this file imported are walked over once, and not in each plan
-
-
-def share_out(items: list[pytest.Item]) -> None:
-    """Say which tests go to the same process: chunks of a file, slow ones early, and together what shares processes."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), item.get_closest_marker("slow") is None))
-    seen = Counter[str]()
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = f"{file} {seen[file] // CHUNK}"
-        if file.startswith("tests/zoo/"):  # what is known of a model serves all of its tests
-            group = f"zoo {getattr(item, 'callspec').params['name']}"  # noqa: B009
-        seen[file] += 1
-        shared = SHARED.intersection(getattr(item, "fixturenames", ()))
-        if shared:
-            group = min(shared)
-        item.add_marker(pytest.mark.xdist_group(group))
