@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import Decision, compat, policies
 from recollect._compile import keys
+from recollect._policy.base import PolicyLike, as_policy
 from recollect._policy.presets import selective
 from tests.compile.caching import ADDMM, MM, Bounded, f, named, run, save_products, under
 
@@ -47,20 +47,20 @@ def in_region(word: str) -> Callable[..., Tensor]:
     return recollect.checkpoint(g, policy=policies.save_names("kept"), name="g")
 
 
-def larger_than(bound: int) -> Callable[..., Tensor]:
-    return under(lambda site: Decision.SAVE if site.bytes > bound else Decision.RECOMPUTE)
+def larger_than(bound: int) -> PolicyLike:
+    return lambda site: Decision.SAVE if site.bytes > bound else Decision.RECOMPUTE
 
 
-def saving(*ops: str) -> Callable[..., Tensor]:
+def saving(*ops: str) -> PolicyLike:
     """By a closed-over container."""
-    return under(lambda site: Decision.SAVE if site.op in ops else Decision.RECOMPUTE)
+    return lambda site: Decision.SAVE if site.op in ops else Decision.RECOMPUTE
 
 
-def with_default(bound: int) -> Callable[..., Tensor]:
+def with_default(bound: int) -> PolicyLike:
     def policy(site: recollect.Site, bound: int = bound) -> Decision:
         return Decision.SAVE if site.bytes > bound else Decision.RECOMPUTE
 
-    return under(policy)
+    return policy
 
 
 def torchs(policy: Any) -> Callable[..., Tensor]:
@@ -77,18 +77,19 @@ def saves(op: Any) -> Callable[..., bool]:
     return lambda _ctx, func, *_args, **_kwargs: func is op
 
 
-def calling_another(bound: int) -> Callable[..., Tensor]:
+def calling_another(bound: int) -> PolicyLike:
     def inner(site: recollect.Site) -> bool:
         return site.bytes > bound
 
-    return under(lambda site: Decision.SAVE if inner(site) else Decision.RECOMPUTE)
+    return lambda site: Decision.SAVE if inner(site) else Decision.RECOMPUTE
 
 
-def written(source: str) -> Callable[..., Tensor]:
+def written(source: str) -> PolicyLike:
     """A policy as a user's file has it, who then edits the file."""
     names: dict[str, Any] = {"SAVE": Decision.SAVE, "RECOMPUTE": Decision.RECOMPUTE, "__name__": "policies_of_a_user"}
     exec(textwrap.dedent(source), names)
-    return under(names["policy"])
+    policy: PolicyLike = names["policy"]
+    return policy
 
 
 class Block(nn.Module):
@@ -143,36 +144,12 @@ SOURCES |= {"method": METHOD, "inner code": INNER}
 CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "another of the catalogue": (under(policies.save_matmuls), under(policies.save_all)),
     "none": (under(None), under(policies.save_matmuls)),
-    "another threshold": (under(policies.save_larger_than("1 KiB")), under(policies.save_larger_than("1 B"))),
-    "another predicate": (under(policies.save_if(policies.flops > 1)), under(policies.save_if(policies.flops > 10**9))),
-    "another operator": (under(policies.save_ops("aten.mm.default")), under(policies.save_ops("aten.addmm.default"))),
-    "another number": (
-        under(policies.save_every("aten.mm.default", 2)),
-        under(policies.save_every("aten.mm.default", 1)),
-    ),
-    "another part": (
-        under(policies.first_match(policies.save_random, policies.save_matmuls)),
-        under(policies.first_match(policies.save_random, policies.save_attention)),
-    ),
-    "another class of that name": (under(policies.save_modules(Block)), under(policies.save_modules(Other))),
-    "another kind of block": (under(selective()), under(selective(holds_little=True, has_one_product=True))),
-    "another value closed over": (larger_than(0), larger_than(10**6)),
-    "another container closed over": (saving("aten.mm.default"), saving("aten.addmm.default")),
-    "another default": (with_default(0), with_default(10**6)),
-    "another function closed over": (calling_another(0), calling_another(10**6)),
+    "another value closed over": (under(larger_than(0)), under(larger_than(10**6))),
     "another object": (under(Bounded(0)), under(Bounded(10**6))),
-    "another predicate function": (
-        under(policies.save_if(lambda site: site.bytes > 0)),
-        under(policies.save_if(lambda site: site.bytes < 0)),
-    ),
     "another list of torch's kind": (torchs([MM]), torchs([ADDMM])),
     "another function of torch's kind": (torchs(saves(MM)), torchs(saves(ADDMM))),
     "another name of a value": (named("kept"), named("other")),
     "another name of a block": (in_region("kept"), in_region("other")),
-    **{
-        f"another {kind} in the user's file": (written(text.format(bound=0)), written(text.format(bound=10**6)))
-        for kind, text in SOURCES.items()
-    },
     "another region": (
         under(policies.per_region({"a": policies.save_all}), name="a"),
         under(policies.per_region({"a": policies.save_all}), name="b"),
@@ -188,12 +165,45 @@ def test_a_changed_policy_is_compiled_anew(kind: str) -> None:
     assert run(after) == "miss"  # what is found again, the next test shows
 
 
+POLICIES: dict[str, tuple[PolicyLike, PolicyLike]] = {
+    "another threshold": (policies.save_larger_than("1 KiB"), policies.save_larger_than("1 B")),
+    "another predicate": (policies.save_if(policies.flops > 1), policies.save_if(policies.flops > 10**9)),
+    "another operator": (policies.save_ops("aten.mm.default"), policies.save_ops("aten.addmm.default")),
+    "another number": (policies.save_every("aten.mm.default", 2), policies.save_every("aten.mm.default", 1)),
+    "another part": (
+        policies.first_match(policies.save_random, policies.save_matmuls),
+        policies.first_match(policies.save_random, policies.save_attention),
+    ),
+    "another class of that name": (policies.save_modules(Block), policies.save_modules(Other)),
+    "another kind of block": (selective(), selective(holds_little=True, has_one_product=True)),
+    "another value closed over": (larger_than(0), larger_than(10**6)),
+    "another container closed over": (saving("aten.mm.default"), saving("aten.addmm.default")),
+    "another default": (with_default(0), with_default(10**6)),
+    "another function closed over": (calling_another(0), calling_another(10**6)),
+    "another predicate function": (
+        policies.save_if(lambda site: site.bytes > 0),
+        policies.save_if(lambda site: site.bytes < 0),
+    ),
+    **{
+        f"another {kind} in the user's file": (written(text.format(bound=0)), written(text.format(bound=10**6)))
+        for kind, text in SOURCES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_changed_policy_has_another_key(kind: str) -> None:
+    """A graph holds it, and caches go by what a graph holds: the tests around this one show that."""
+    before, after = (keys.key_of(as_policy(policy)) for policy in POLICIES[kind])
+    assert before != after
+
+
 SAME: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "catalogue": lambda: under(policies.save_matmuls),
     "made by a function": lambda: under(policies.save_larger_than("1 KiB")),
     "combined": lambda: under(policies.first_match(policies.save_matmuls, policies.save_larger_than(10))),
-    "function": lambda: larger_than(5),
-    "container": lambda: saving("aten.mm.default"),
+    "function": lambda: under(larger_than(5)),
+    "container": lambda: under(saving("aten.mm.default")),
     "name": lambda: named("kept"),
     "class": lambda: under(policies.save_modules(Block)),
     "ready-made": lambda: under(selective()),
@@ -237,21 +247,35 @@ calls = [
 """
 
 
-def run_elsewhere(folder: Path, *values: dict[str, Any]) -> list[list[str]]:
-    """The same in another process, once for each set of values."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    program = "".join(PROGRAM.format(made=MADE.format(**one)) for one in values)
+def program_of(*values: dict[str, Any]) -> str:
+    """Compiles each step once for each set of values, and prints what the cache had."""
+    return "".join(PROGRAM.format(made=MADE.format(**one)) for one in values)
+
+
+def read_found(printed: str) -> list[list[str]]:
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("[")]
+
+
+def run_here(program: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """As a process of its own would run it, to which names are those of its main module."""
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    return read_found(capsys.readouterr().out)
+
+
+def run_elsewhere(program: str) -> list[list[str]]:
     command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    return read_found(done.stdout)
 
 
-def test_processes_share_code_by_equal_policies_and_by_no_others(folder: Path) -> None:
+@pytest.mark.kernels  # without it Inductor has other settings here than elsewhere
+@pytest.mark.usefixtures("folder")
+def test_processes_share_code_by_equal_policies_and_by_no_others(capsys: pytest.CaptureFixture[str]) -> None:
     same = {"size": "1 KiB", "bound": 5, "word": "kept"}
     changed = {"size": "1 B", "bound": 10**6, "word": "other"}
-    assert run_elsewhere(folder, same) == [["miss"] * 4]
+    assert run_here(program_of(same), capsys) == [["miss"] * 4]
     # An object may read anything, so no process takes another's code for its own.
-    assert run_elsewhere(folder, same, changed) == [["hit", "hit", "hit", "miss"], ["miss"] * 4]
+    assert run_elsewhere(program_of(same, changed)) == [["hit", "hit", "hit", "miss"], ["miss"] * 4]
 
 
 def test_a_process_that_makes_policies_without_end_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

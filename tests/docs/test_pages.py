@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import code
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 import recollect
-from tests.cli.commands import environment
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -99,17 +98,13 @@ def test_every_name_of_torch_remat_has_a_line_that_says_what_to_write() -> None:
     assert public - named == set()
 
 
-def test_the_start_can_be_pasted_into_a_fresh_interpreter() -> None:
+def test_the_start_can_be_pasted_into_a_fresh_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / "getting-started.md").read_text("utf-8")
     lines = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... ")) or line in (">>>", "...")]
     assert len(lines) > 30
-    done = subprocess.run(
-        [sys.executable, "-i", "-q", "-c", "import sys; sys.ps1 = sys.ps2 = ''"],
-        input="\n".join([*lines, "print('reached the end')", ""]),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
-    assert "Error" not in done.stderr, done.stderr
-    assert done.stdout.endswith("reached the end\n")
+    prompt = code.InteractiveConsole({"__name__": "__main__"}, "<stdin>")
+    is_open = [prompt.push(line) for line in [*lines, "print('reached the end')"]][-1]
+    said = capsys.readouterr()
+    assert "Error" not in said.err, said.err
+    assert said.out.endswith("reached the end\n")
+    assert not is_open

@@ -74,10 +74,10 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.GPT2LMHeadModel(config), tokens()
 
 
-MODELS = [qwen3_moe, mixtral, t5, whisper, gpt2]
+LONG = [pytest.param(make, marks=pytest.mark.long) for make in (mixtral, whisper)]  # tests/zoo has them, with regions
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: str(make.__name__))
+@pytest.mark.parametrize("make", [qwen3_moe, t5, gpt2, *LONG], ids=lambda make: str(make.__name__))
 def test_a_dry_profile_is_the_real_one(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
     torch.manual_seed(0)
     model, batch = make()

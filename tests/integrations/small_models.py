@@ -59,10 +59,13 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def build(name: str) -> Any:
-    """The model, in train mode, always with the same weights."""
+def build(name: str, *, layers: int | None = None) -> Any:
+    """The model, in train mode, always with the same weights; of a decoder so many layers, if they are counted."""
     torch.manual_seed(0)
-    return BUILDERS[name]().train()
+    model = BUILDERS[name]().train()
+    if layers is not None:
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+    return model
 
 
 def batch(name: str) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_decoders_of_an_encoder_fill_no_cache_in_wrappers(wrap: Callable[[Any], 
 
 def test_a_compiled_model_fills_no_cache() -> None:
     torch.compiler.reset()  # torch cannot say why it compiles again what a trainer has compiled before
-    model = build("mistral")
+    model = build("mistral", layers=2)
     expected = gradients(model, "mistral", use_cache=False)
     with recollect.apply(model):
         compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -21,12 +21,12 @@ BROKEN: dict[tuple[str, str, str], str] = {
 
 
 def each(
-    promise: str, *, rules: Iterable[str] = (), in_turn: bool = False, long: Collection[str] = ()
+    promise: str, *, rules: Iterable[str] = (), in_turn: bool = False, begin: int = 0, long: Collection[str] = ()
 ) -> pytest.MarkDecorator:
     """Every model, under every rule where there are rules; what is known to be broken is expected to fail.
 
-    Where rules take turns, one for each model is part of `make test`; the others are `long`, see `make zoo`, and so are
-    all of the models named so.
+    Where rules take turns, one for each model is part of `make test`, number `begin` for the first; the others are
+    `long`, see `make zoo`, and so are all of the models named so.
     """
     chosen = list(rules)
     cases = []
@@ -35,7 +35,7 @@ def each(
             marks = []
             if (promise, name, rule) in BROKEN:
                 marks.append(pytest.mark.xfail(strict=True, reason=BROKEN[promise, name, rule]))
-            if name in long or (in_turn and turn != number % len(chosen)):
+            if name in long or (in_turn and turn != (number + begin) % len(chosen)):
                 marks.append(pytest.mark.long)
             values = (name, rule) if chosen else (name,)
             cases.append(pytest.param(*values, marks=marks, id="-".join(values)))

@@ -35,6 +35,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 # Of these Dynamo traces for up to a minute.
 SLOWEST = ("deepseek-v3", "mamba", "unet", "gpt-oss", "whisper", "qwen3-moe")
+DECODERS = ("llama", "mistral", "qwen3")  # like gemma3, and tests/compile/test_models.py compiles them
 
 
 def without_the_last(kind: Kind, model: Any) -> Any:
@@ -45,7 +46,7 @@ def without_the_last(kind: Kind, model: Any) -> Any:
     return model
 
 
-@each("compiled", rules=RULES, in_turn=True, long=SLOWEST)
+@each("compiled", rules=RULES, in_turn=True, long=(*SLOWEST, *DECODERS))
 def test_compiled_steps_are_the_plain_ones_up_to_rounding(name: str, rule: str) -> None:
     kind = ZOO[name]
     model, plain = (without_the_last(kind, make(kind)) for make in (build, build_plain))
