@@ -32,7 +32,7 @@ STEPS = {
     "no times": transformer_step(2, has_times=False),
     "nothing": Profile(storages=(), calls=()),
     "no calls": Profile(storages=(Storage(bytes=8, lifetime=Lifetime.STEP),), calls=()),
-    "long": transformer_step(300),
+    "long": transformer_step(100),
 }
 
 
