@@ -14,7 +14,7 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import get_group, set_group
 
 if TYPE_CHECKING:
-    from recollect._recompute.frame import Frame
+    from recollect._recompute.refilled import Refilled
 
 
 class Sharing:
@@ -27,7 +27,7 @@ class Sharing:
     refuses_overlap = False
 
     def __init__(self) -> None:
-        self._frames: list[weakref.ref[Frame]] = []
+        self._frames: list[weakref.ref[Refilled]] = []
 
     @contextmanager
     def resume(self) -> Iterator[None]:
@@ -45,7 +45,7 @@ class Sharing:
         finally:
             set_group(before)
 
-    def filled(self, frame: Frame) -> None:
+    def filled(self, frame: Refilled) -> None:
         """A frame has been recomputed for these calls."""
         self._frames.append(weakref.ref(frame))
 
