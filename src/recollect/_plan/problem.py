@@ -24,6 +24,7 @@ from recollect._plan.casts import find_casts, find_inner_casts
 from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.prices import Prices
+from recollect._plan.refusals import refuse_unplannable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Problem:
         profile: the step as regions will find it: the same, unless they change it; see `Profile.under_regions`.
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
         overheads: what regions cost the host, by their ways; whoever has measured it here sets it.
-        may_join: whether a region may forget what the one before gave it; see `links.py`.
+        may_join: whether a region may forget what the one before gave it; see `joins.py`.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
@@ -89,7 +90,7 @@ class Problem:
     def __init__(self, profile: Profile) -> None:
         self.plain = profile
         profile = profile.under_regions or profile
-        _check(profile)
+        refuse_unplannable(profile)
         self.profile = profile
         self.link_bytes_per_s: float | None = None
         self.overheads: Mapping[str, Overhead] = USUAL
@@ -367,41 +368,3 @@ def _site_within(call: OpCall, path: str, nth: int, output: int) -> Site:
         is_routing=site.is_routing,
         is_collective=site.is_collective,
     )
-
-
-def _check(profile: Profile) -> None:
-    again = next((call for call in profile.calls if call.phase is Phase.RECOMPUTATION), None)
-    regions = next((call.region for call in profile.calls if call.region), "")
-    if regions:
-        message = (
-            f"the profile of {profile.name or 'this step'} was taken with regions in place ('{regions}'), but a "
-            "plan is made from the plain step.\n"
-            "Remove them (`recollect.remove(model)`), and profile again"
-        )
-        raise ValueError(message)
-    if again is not None:
-        message = (
-            f"the step of {profile.name or 'this profile'} already recomputes (from {again.op} in "
-            f"{again.module or again.source or 'backward'} on), and not through recollect; a plan is made from "
-            "the plain step.\n"
-            "Turn the model's own checkpointing off: gradient_checkpointing_disable() (Transformers), "
-            "disable_gradient_checkpointing() (diffusers), set_grad_checkpointing(False) (timm), or remove the "
-            "call of torch.utils.checkpoint from its code"
-        )
-        raise ValueError(message)
-    first = profile.forward_count
-    if first == len(profile.calls) or not profile.saved:
-        message = (
-            f"the profile of {profile.name or 'this step'} has no backward pass, so there is nothing to plan: profile "
-            "a step that runs one (a model, or a function that calls `loss.backward()`)"
-        )
-        raise ValueError(message)
-    for number in range(first, len(profile.calls)):
-        call = profile.calls[number]
-        if call.phase is Phase.FORWARD and call.outputs and call.module:
-            message = (
-                f"call {number} ({call.op} in {call.module}) belongs to forward and comes after backward has begun: "
-                "only a step with one forward and one backward can be planned.\nFor a step that accumulates gradients, "
-                "pass one micro-batch; for one that trains several models in turn, the part that trains this one"
-            )
-            raise ValueError(message)

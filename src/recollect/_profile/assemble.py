@@ -81,7 +81,7 @@ def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> As
         )
         for number, entry in enumerate(capture.storages.entries)
     )
-    transfers = tuple(capture.transfers)
+    transfers = tuple(capture.travels.transfers)
     return Assembled(storages=storages, calls=calls, saved=saved, transfers=transfers)
 
 
@@ -172,7 +172,7 @@ def _categorise(capture: Capture, known: Known, saved: Sequence[Saved], in_head:
         phase = capture.calls[maker].phase if maker is not None and maker < len(capture.calls) else None
         if number in known.categories:
             category = known.categories[number]
-        elif number in capture.offloaded:
+        elif number in capture.travels.offloaded:
             category = Category.OFFLOADED
         elif number in capture.gradients:
             category = Category.GRADIENT

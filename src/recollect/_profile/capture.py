@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from recollect._core.calls import Transfer
-from recollect._core.offload_news import Move, News, listeners
+from recollect._core.offload_news import News, listeners
 from recollect._core.operators import Operator, count_flops, operator_of
 from recollect._core.scope import current_run, watcher
 from recollect._core.torch_private.dispatch import DispatchMode
@@ -37,6 +36,7 @@ from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of, tensors_written
 from recollect._profile.timing import NoTimer, Timer
+from recollect._profile.travels import Travels
 from recollect._profile.variables import Variables
 from recollect._profile.whereabouts import Whereabouts
 
@@ -72,8 +72,7 @@ class Capture(DispatchMode):
         gradients: numbers of storages that were the gradient of a leaf.
         states: numbers of storages that were an optimizer's state.
         optimizers: that made a step.
-        offloaded: numbers of storages that were sent to another tier, or came back from one.
-        transfers: copies to other tiers and back.
+        travels: copies to other tiers and back.
         whereabouts: where in the step and in the user's code calls stand.
     """
 
@@ -97,9 +96,7 @@ class Capture(DispatchMode):
         self.storages = StorageLog()
         self.gradients: set[int] = set()
         self.states: set[int] = set()
-        self.offloaded: set[int] = set()
-        self.transfers: list[Transfer] = []
-        self._travelling: dict[int, tuple[int, int, News]] = {}
+        self.travels = Travels(self.storages)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.whereabouts = Whereabouts(region_of=region_of, replay_of=replay_of)
         self.timer, self._snapshot = timer, snapshot
@@ -339,22 +336,12 @@ class Capture(DispatchMode):
                 if leaf is not None and leaf.grad is not None:
                     self.gradients.update(self._numbers(leaf.grad))
 
-    # Offloading.
-
     def _hear(self, news: News) -> None:
-        """A value is sent away, or comes back: its memory is of no operator's making."""
+        """A value is sent away, or comes back."""
         with self._lock:
             at = len(self.calls)
             self.storages.settle(at)
-            if news.move in (Move.LEAVES, Move.RETURNS):
-                number = self.storages.number(news.storage, news.storage.device, at)
-                self.offloaded.add(number)
-                self._travelling[news.value] = (number, at, news)
-            elif (begun := self._travelling.pop(news.value, None)) is not None:
-                number, start, first = begun
-                is_out = first.move is Move.LEAVES
-                found = Transfer(storage=number, bytes=news.bytes, is_out=is_out, start=start, end=at, tier=news.tier)
-                self.transfers.append(found)
+            self.travels.hear(news, at)
 
     # Optimizers.
 
