@@ -1,6 +1,7 @@
 """A plan or policy decides what a compiled step keeps: gradients stay, and the peak is the simulated one."""
 
 import copy
+import functools
 import operator
 import pickle
 import sys
@@ -68,6 +69,12 @@ def ones(*shape: int) -> Tensor:
     return torch.randn(*shape)
 
 
+@functools.cache
+def three_layers(plan: str) -> Compiled:
+    """Compiled once under each plan, for all that can be seen of it."""
+    return run_compiled(PLANS[plan], transformer(3), ones(4, 16, 16))
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_gradients_are_those_of_eager_to_the_bit_dropout_included(plan: Any) -> None:
     model, x = transformer(dropout=0.2), ones(2, 8, 16)
@@ -98,20 +105,20 @@ def test_what_is_kept_is_what_the_plan_says() -> None:
 
 
 def test_a_plan_that_keeps_all_recomputes_nothing() -> None:
-    assert run_compiled(SAVE, transformer(), ones(2, 8, 16)).recomputed == []
+    assert three_layers("save").recomputed == []
 
 
 def test_modules_are_named_as_the_user_names_them_and_lines_are_his() -> None:
-    profile = run_compiled(NOTHING, transformer(), ones(2, 8, 16)).partition.profile
+    profile = three_layers("nothing").partition.profile
     forward = profile.calls[: profile.forward_count]
     assert {call.module for call in forward} >= {"0.qkv", "1.down", "0.norm1", "0", "1"}
     assert all(call.source.startswith("graphs.py:") for call in forward)
     assert Profile.from_json(profile.to_json()) == profile
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_the_simulated_backward_peak_is_that_of_the_emitted_graph_and_of_the_step(plan: Any) -> None:
-    found = run_compiled(plan, transformer(3), ones(4, 16, 16))
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_simulated_backward_peak_is_that_of_the_emitted_graph_and_of_the_step(plan: str) -> None:
+    found = three_layers(plan)
     assert found.backward is not None
     simulation = found.partition.simulation
     returned = 4 * 16 * 16 * 4  # the caller's, who holds it until backward is done
@@ -167,9 +174,9 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (aliases or str(node.target) == "aten._unsafe_view.default")
 
 
-@pytest.mark.parametrize("plan", [RESIDUALS, RECOMPUTE, every_second], ids=["residuals", "recompute", "function"])
-def test_recomputation_stands_just_before_its_first_use(plan: Any) -> None:
-    found = run_compiled(plan, transformer(3), ones(2, 8, 16))
+@pytest.mark.parametrize("plan", ["residuals", "recompute", "every second"])
+def test_recomputation_stands_just_before_its_first_use(plan: str) -> None:
+    found = three_layers(plan)
     assert found.forward is not None
     assert found.backward is not None
     again = {node.name for node in found.forward.graph.nodes if node.op == "call_function" and not is_part(node)}
