@@ -269,6 +269,7 @@ def test_gradients_with_levers_are_compared_without_a_profile_for_each(monkeypat
 
 def test_what_was_measured_for_the_plain_step_holds_with_levers(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
+    budget = int(find_floor() * 0.8)  # which measures too, if it is the first to ask
 
     def measure(device: str, *, is_autocast: bool) -> dict[str, Overhead]:
         measured.append(device)
@@ -280,7 +281,6 @@ def test_what_was_measured_for_the_plain_step_holds_with_levers(monkeypatch: pyt
 
     monkeypatch.setattr(work, "measured_overheads", measure)
     monkeypatch.setattr(work, "_measure_link", find_link)
-    budget = int(find_floor() * 0.99)
     with recollect.fit(
         Net(), (TOKENS, TOKENS), loss=lose, budget=budget, levers={"chunked_loss"}, tiers="disk"
     ) as fitted:
