@@ -101,9 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (not item.nodeid.startswith(FIRST), item.get_closest_marker("slow") is None))
 
 
-@pytest.hookimpl(tryfirst=True, optionalhook=True)  # else xdist chooses by --dist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Sharing:
-    return Sharing(config, log)
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Sharing | None:
+    """Share tests out our way, unless ``--dist`` asks for another."""
+    return Sharing(config, log) if config.getvalue("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:
