@@ -232,8 +232,7 @@ class _Run:
         applied: takes it away.
         peak_bytes: the largest peak on all processes; None if memory ran out.
         step_s: how long it took here.
-        learned: what its regions know by now. To learn takes more memory than to run, so the step that is measured is
-            like the user's first only if that knows as much.
+        learned: what its regions know by now, so that the user's first step need not learn again.
     """
 
     plan: Plan

@@ -11,7 +11,8 @@ from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.engine import next_sequence, sequence_of
 
 _CHUNK = 1 << 20
-_MULTIPLIER = 6364136223846793005  # odd, so that no two places have the same weight
+_WORD = 8
+_MULTIPLIER = 6364136223846793005  # odd, so that no two numbers become one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,39 +112,44 @@ class Evidence:
             self.host_bytes += kept.untyped_storage().nbytes()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def _as_words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor in order: as words of 8 bytes if they are that many, else as bytes."""
     if tensor.is_nested:
         tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    if not flat.numel():
+        return flat.new_empty(0, dtype=torch.int64)
+    if flat.numel() * flat.element_size() % _WORD:
+        return flat.view(torch.uint8)
+    is_aligned = not flat.storage_offset() * flat.element_size() % _WORD
+    return (flat if is_aligned else flat.clone()).view(torch.int64)
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Two 64-bit sums over the bytes, on the tensor's device: equal bytes in equal order give equal digests.
+    """Two 64-bit sums over the bits, on the tensor's device: equal bits in equal order give equal digests.
 
-    The second sum weighs each byte by a number that looks random and belongs to its place: exchanged values are seen,
-    and changes that follow a pattern (signs, say) do not cancel out. Works in pieces of 1 MiB to keep its own memory
-    small; arithmetic is modulo 2**64.
+    The second sum scrambles each word with a number that looks random and belongs to its place: exchanged values are
+    seen, and changes that follow a pattern (signs, say) do not cancel out. Works in pieces of at most 8 MiB to keep its
+    own memory small; arithmetic is modulo 2**64.
 
     >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> torch.equal(digest(a), digest(a.clone())), torch.equal(digest(a), digest(b))
     (True, False)
     """
-    data = _as_bytes(tensor)
+    data = _as_words(tensor)
     total = torch.zeros(2, dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _CHUNK):
-        wide = data[start : start + _CHUNK].to(torch.int64)
-        weighted = (wide * _weigh(start, wide.numel(), data.device)).sum()
-        total += torch.stack((wide.sum(), weighted))
+        words = data[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + words.numel() + 1, device=data.device)
+        total += torch.stack((words.sum(), _scramble(_scramble(places).bitwise_xor_(words)).sum()))
     return total
 
 
-def _weigh(start: int, count: int, device: torch.device) -> Tensor:
-    """Weights of places: whole numbers, scrambled."""
-    weights = torch.arange(start + 1, start + count + 1, device=device)
+def _scramble(numbers: Tensor) -> Tensor:
+    """Whole numbers that look random, one for each; overwrites those it is given."""
     for _ in range(2):
-        weights = weights * _MULTIPLIER
-        weights = weights ^ (weights >> 29)
-    return weights
+        numbers *= _MULTIPLIER
+        numbers ^= numbers >> 29
+    return numbers

@@ -20,6 +20,7 @@ from recollect._core.torch_private.schemas import OpOverload, arguments_named
 from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, bytes_of, shapes_of, strongest
 from recollect._selective.drafting import Draft, Sorts
 from recollect._selective.operator_modes import at_places
+from recollect._selective.outlines import Outline
 from recollect._selective.recording import WRITES, RecordedCall, Recording, name_of_call
 
 
@@ -68,6 +69,8 @@ class Asker:
         recording = self._recording
         if recording is not None and operator.is_collective:
             recording.broken("it communicates with other processes, which must all do the same")
+        if recording is not None and (line.is_kept or line.keeps_write):
+            recording.hold(result)
         if recording is not None and recording.current is not None:
             beneath = _Beneath(operator, line, list(map(ref, storages_in(result))))
             if operator.statistics:
@@ -106,14 +109,15 @@ class Asker:
             recording.broken(WRITES)  # it is kept as a copy, which is served
         storages = [storage for one in kept for weak in one.storages if (storage := weak()) is not None]
         inside = draft.saved_inside(entry)
-        loose = [tensor for tensor in inside if not _is_in(tensor, storages)]
-        draft.kept_inside.update(id(tensor) for tensor in inside if _is_in(tensor, storages))
+        kept_inside = {at for at, saved in inside if _is_in(saved.tensor, storages)}
+        draft.kept_inside |= kept_inside
         results = recording.results(entry)
         # A linear layer may add its bias to a kept product: what it gives takes as much, and is held instead.
-        is_whole = all(_is_in(tensor, storages) for tensor in results) or sum(map(bytes_of, results)) <= sum(
+        size = sum(tensor.numel() * tensor.element_size() for tensor in results)
+        is_whole = all(_is_in(tensor, storages) for tensor in results) or size <= sum(
             storage.nbytes() for storage in storages
         )
-        if not is_whole or any(draft.find_cast(tensor, entry) is None for tensor in loose):
+        if not is_whole or any(saved.cast is None for at, saved in inside if at not in kept_inside):
             names = ", ".join(dict.fromkeys(one.operator.name for one in beneath))
             recording.broken(f"{name_of_call(entry.func)} runs {names}, and only some of these are kept")
 
@@ -197,7 +201,7 @@ class Asker:
         return any(one is other for one in given for other in chosen)
 
 
-def _is_in(tensor: Tensor, storages: list[Any]) -> bool:
+def _is_in(tensor: Tensor | Outline, storages: list[Any]) -> bool:
     return any(tensor.untyped_storage() is storage for storage in storages)
 
 

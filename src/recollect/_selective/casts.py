@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._selective.kept_call import has_same_bits
+from recollect._selective.outlines import Outline
 from recollect._selective.program import HELD, Cast, HeldCast, Inner, Program
+
+if TYPE_CHECKING:
+    from recollect._selective.recording import RecordedCall, Recording, Saved
 
 # Autocast casts all that these are given: given a cast, they do the same.
 _CASTING = frozenset(
@@ -22,9 +27,7 @@ _CASTING = frozenset(
 )
 
 
-def hold_casts(
-    raw: Program, held: list[Any], kept: set[int], saved: list[Tensor], find_cast: Callable[[int], Cast | None]
-) -> None:
+def hold_casts(raw: Program, held: list[Any], kept: set[int], saved: list[Saved]) -> None:
     """Hold casts of kept values instead of the values, where nothing but casts is asked for and they take no more.
 
     Products that are made again may take a value too: they are given the cast in its place.
@@ -34,13 +37,12 @@ def hold_casts(
         held: by number, what is held; changed.
         kept: the numbers that a policy keeps.
         saved: all saved tensors.
-        find_cast: how a saved tensor, by its index, was cast.
     """
     bases = [number if view is None else view.number for number, view in enumerate(raw.views)]
     casts: defaultdict[int, list[tuple[int, Cast]]] = defaultdict(list)
     for at, source in enumerate(raw.sources):
         is_remade = isinstance(source, Inner) and raw.calls[source.call].func in _CASTING
-        cast = source if isinstance(source, Cast) else find_cast(at) if is_remade else None
+        cast = source if isinstance(source, Cast) else saved[at].cast if is_remade else None
         if cast is not None:
             casts[bases[cast.number]].append((at, cast))
     uses = raw.count_uses(list(range(len(raw.sources))), held)
@@ -50,15 +52,18 @@ def hold_casts(
         taken = sum(bases[link] == number for index in remade for link in raw.calls[index].links)
         size = sum(cast.count_bytes() for _, cast in mine)
         is_cast_alone = uses[number] == len(mine) - len(remade) + taken
-        if not is_cast_alone or size > held[number].numel() * held[number].element_size():
+        is_wider = any(isinstance(saved[at].tensor, Outline) for at, _ in mine)
+        if not is_cast_alone or is_wider or size > held[number].numel() * held[number].element_size():
             continue
         if remade:
             at = min(remade.values())
-            if any(cast.is_copied for _, cast in mine) or not _is_whole(saved[at], held[number]):
+            cast_to = saved[at].tensor
+            assert isinstance(cast_to, Tensor), "casts of kept values are held"
+            if any(cast.is_copied for _, cast in mine) or not _is_whole(cast_to, held[number]):
                 continue
-            shape, kind = held[number].shape, (saved[at].dtype, saved[at].shape, saved[at].stride())
+            shape, kind = held[number].shape, (cast_to.dtype, cast_to.shape, cast_to.stride())
             raw.held_casts[at] = HeldCast(number, shape, kind)
-            held[number] = saved[at].detach().view(shape)
+            held[number] = cast_to.detach().view(shape)
         else:
             held[number] = None
         for at, _ in mine:
@@ -70,7 +75,43 @@ def _is_whole(cast: Tensor, origin: Tensor) -> bool:
     return cast.numel() == origin.numel() and cast.is_contiguous() and origin.is_contiguous()
 
 
-def may_be_cast(origin: Tensor, tensor: Tensor) -> bool:
+def find_cast(recording: Recording, tensor: Tensor, entry: RecordedCall) -> Cast | None:
+    """How a tensor that a call saved inside is a cast or copy of one of its arguments; None if it is none."""
+    number, is_copied = _find_origin(recording, tensor, entry)
+    if number is None:
+        return None
+    kind, steps = (tensor.dtype, tensor.shape, tensor.stride()), int(tensor.storage_offset())
+    return Cast(number, recording.entries.index(entry), kind, steps, is_copied=is_copied)
+
+
+def _find_origin(recording: Recording, tensor: Tensor, entry: RecordedCall) -> tuple[int | None, bool]:
+    """The argument that was cast or copied to this tensor, and whether it was copied.
+
+    Equal values prove nothing: two arguments may both be zero. What is not seen to be cast is a parameter that
+    autocast has cast before, and then the only argument that this can be.
+    """
+    storage, dtype, is_copied = tensor.untyped_storage(), tensor.dtype, False
+    for origin, copy in reversed(entry.copies):
+        if copy() is storage:
+            is_copied = is_copied or origin.dtype == dtype
+            number = recording.number_of(origin)
+            if number is not None:
+                return (number if number in entry.links else None), is_copied
+            storage, dtype = origin.untyped_storage(), origin.dtype
+    if storage is not tensor.untyped_storage():
+        return None, is_copied
+    able = [number for number in dict.fromkeys(entry.links) if _may_be_cast(recording.tensors[number], tensor)]
+    origin = recording.tensors[able[0]] if len(able) == 1 else None
+    if not (isinstance(origin, Tensor) and origin.is_leaf and origin.requires_grad):
+        return None, False
+    if recording.classes.can_compare:
+        with without_dispatch_modes(), torch.no_grad():
+            made = origin.to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            return (able[0] if has_same_bits(made, tensor) else None), False
+    return able[0], False
+
+
+def _may_be_cast(origin: Tensor | Outline, tensor: Tensor) -> bool:
     """Whether one tensor can be a cast of the other, by their dtypes and sizes."""
     is_cast = origin.dtype != tensor.dtype and origin.is_floating_point() and tensor.is_floating_point()
     return is_cast and tensor.untyped_storage().nbytes() == origin.numel() * tensor.element_size()

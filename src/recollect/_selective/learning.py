@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,6 @@ from recollect._core.pace import FOLLOWED, is_bound_by_host
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._recompute.handles import find_live
 from recollect._selective.drafting import Draft
-from recollect._selective.kept_call import has_same_bits
 from recollect._selective.program import HELD, Bound, Program
 from recollect._selective.replay import Replay
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from recollect._selective.asking import Asker
     from recollect._selective.decisions import Decisions
     from recollect._selective.knowledge import Knowledge
-    from recollect._selective.recording import Recording
+    from recollect._selective.recording import Recording, Saved
 
 __recollect_role__ = Role.REGION
 
@@ -62,12 +63,7 @@ def _is_bound_by_host(recording: Recording, knowledge: Knowledge, decisions: Dec
     Where it is close, it is said to: a replay that does keep it waiting takes up to a third more time than running
     again, and one that does not saves a few percent at most. A plan knows better, from times.
     """
-    if (
-        knowledge.replays
-        or decisions.ops is None
-        or not recording.saved
-        or recording.saved[0][0].device.type in ("cpu", "meta")
-    ):
+    if knowledge.replays or decisions.ops is None or not recording.saved or recording.device_type in ("cpu", "meta"):
         return False
     return is_bound_by_host(
         flops=sum(line.sites[0].flops for line in decisions.lines if line.sites),
@@ -79,14 +75,13 @@ def _is_bound_by_host(recording: Recording, knowledge: Knowledge, decisions: Dec
 
 def _try(frame: Frame, recording: Recording, program: Program, bound: Bound) -> None:
     """Break the recording if its program does not give what forward saved; let the frame hold what it does not give."""
-    saved = [tensor for tensor, _, _ in recording.saved]
     modules = frame.around.modules
     needed = (held for at, held in enumerate(bound.held) if held is not None and at not in program.scratch)
     if modules is not None and modules.moves_any(needed):
         recording.broken("it reads buffers that it updates")  # the next forward moves them on
     if recording.classes.can_compare:
         try:
-            if not _replays_exactly(frame, saved, program, bound):
+            if not _replays_exactly(frame, recording.saved, program, bound):
                 recording.broken("its replay gave different values")
         except Exception as error:
             recording.broken(f"its replay failed: {error}")
@@ -94,21 +89,40 @@ def _try(frame: Frame, recording: Recording, program: Program, bound: Bound) -> 
     frame.held = {}
     for index, source in enumerate(program.sources):
         if source is HELD and (live is None or live[index]):
-            value = saved[index].detach()
+            saved = recording.saved[index].tensor
+            assert isinstance(saved, Tensor), "a recording holds what its program holds"
+            value = saved.detach()
             frame.held[index] = (value, value._version)  # noqa: SLF001
 
 
-def _replays_exactly(frame: Frame, saved: list[Tensor], program: Program, bound: Bound) -> bool:
-    """Replay everything once and compare it, to the bit, with what forward saved."""
+def _replays_exactly(frame: Frame, saved: list[Saved], program: Program, bound: Bound) -> bool:
+    """Replay everything once and compare it, to the bit, with what forward saved.
+
+    In the order of backward, and each value goes when it is compared: so this takes no more memory than backward will.
+    """
     assert frame.inputs is not None
-    found: dict[int, Tensor] = {}
-    with without_dispatch_modes(), torch.no_grad():
+    is_same: dict[int, bool] = {}
+
+    def compare(index: int, value: Tensor) -> None:
+        is_same[index] = saved[index].has_bits_of(value)
+
+    with without_dispatch_modes(), torch.no_grad(), _without_cached_casts():
         leaves = frame.inputs.materialise(frame.name)
-        uses = list(program.uses)
-        replay = Replay(frame.name, program, bound, leaves, uses, is_last=False, fill=found.__setitem__)
-        for index, source in enumerate(program.sources):
-            if source is not HELD and index not in found:
+        replay = Replay(frame.name, program, bound, leaves, list(program.uses), is_last=False, fill=compare)
+        for index in reversed(range(len(program.sources))):
+            if program.sources[index] is not HELD and index not in is_same:
                 value = replay.take(index)
                 if value is not None:
-                    found[index] = value
-        return all(has_same_bits(value, saved[index]) for index, value in found.items())
+                    compare(index, value)
+        return all(is_same.values())
+
+
+@contextmanager
+def _without_cached_casts() -> Generator[None]:
+    """Inside, autocast remembers no casts, which it would hold until the user's code leaves it."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,8 +1,10 @@
 """Learns a program: records every call of torch that one forward makes, and what it saves, then keeps what is needed.
 
 The recorder is a torch-function mode, which sees each call of torch once, with its arguments (3 µs; a dispatch mode
-sees every operator beneath, at four times the cost). It holds all tensors until the forward is over, so it runs at the
-first call of its kind only; `following.py` follows the program afterwards.
+sees every operator beneath, at four times the cost). It runs at the first call of its kind only; `following.py` follows
+the program afterwards. Until the forward is over it holds what the program will hold: tensors from outside, kept
+results, and what is cast of them. Of all others it remembers outlines (`outlines.py`), so that the first call fits
+where later ones do.
 
 What a recording cannot vouch for breaks it, and the region is then recomputed by running its function again: writes in
 place where something else shares the memory, attributes set, tensors that are not plain, memory left unfilled for
@@ -14,21 +16,25 @@ believed.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from recollect._core.operators import UNFILLED, tensors_in
+from recollect._core.operators import UNFILLED, storages_in, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
 from recollect._core.torch_private.composites import ATTENTION
 from recollect._core.torch_private.functorch import is_tracked
-from recollect._selective.kept_call import States, read_states, sources_of, version_of
+from recollect._recompute.hooks import read_meta
+from recollect._selective.casts import find_cast
+from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of, version_of
+from recollect._selective.outlines import Bits, Memories, Outline, share_memory
 from recollect._selective.program import (
     NOWHERE,
+    Cast,
     Link,
     Listed,
     Unfixed,
@@ -55,7 +61,7 @@ class RecordedCall:
     """One call of torch."""
 
     __slots__ = (
-        *("args", "bump", "copies", "func", "is_single", "kwargs", "links"),
+        *("args", "bump", "copies", "func", "is_kept", "is_single", "kwargs", "links"),
         *("outs", "place", "saved", "states", "statistics", "written"),
     )
 
@@ -66,6 +72,7 @@ class RecordedCall:
         self.kwargs: dict[str, Any] = {}
         self.links: list[int] = []
         self.outs: list[int] = []
+        self.is_kept = False  # whether a policy keeps some of what ran beneath
         self.is_single = True
         self.place = ""
         self.saved = 0
@@ -80,14 +87,50 @@ class RecordedCall:
         )
 
 
+class Saved(NamedTuple):
+    """One saved tensor.
+
+    Attributes:
+        tensor: itself if it is held, else its outline.
+        owner: the call that saved it; None if none did.
+        place: which of that call's saved tensors it is.
+        base: its number, or that of the argument or result of the call that it is a view of; None if the call made it
+            inside.
+        is_base: whether it is that tensor itself.
+        meta: its metadata.
+        bits: its bits, if it is not held.
+        cast: how its call made it of an argument, if it did.
+    """
+
+    tensor: Tensor | Outline
+    owner: RecordedCall | None
+    place: int
+    base: int | None
+    is_base: bool
+    meta: tuple[Any, ...]
+    bits: Bits | None
+    cast: Cast | None
+
+    def has_bits_of(self, value: Tensor) -> bool:
+        """Whether another tensor is equal to it, to the bit."""
+        if isinstance(self.tensor, Tensor):
+            return has_same_bits(value, self.tensor)
+        return self.bits is not None and self.bits.are_of(value)
+
+
 class Recording(FunctionMode):
     """Records one forward.
 
+    Args:
+        classes: what plain tensors are here.
+        holds_all: whether to hold every tensor, because a policy may keep some after the fact.
+
     Attributes:
         entries: its calls that gave tensors.
-        tensors: all tensors it met, by number.
-        saved: each saved tensor, the call that saved it (None: none did) and which of its saved tensors it is.
+        tensors: all tensors it met, by number, or their outlines.
+        saved: each saved tensor.
         versions: of the tensors when they were met.
+        needs_grad: whether they required grad.
         makers: which call made each of them; `NOWHERE` for what came from outside.
         numbers: of the tensors, by id.
         inputs: for numbers of the region's arguments, which leaf of them each is.
@@ -95,20 +138,26 @@ class Recording(FunctionMode):
         why_broken: why it cannot be believed; None if it can.
     """
 
-    def __init__(self, classes: TensorClasses) -> None:
+    def __init__(self, classes: TensorClasses, *, holds_all: bool = False) -> None:
         super().__init__()
         self.classes = classes
         self.entries: list[RecordedCall] = []
-        self.tensors: list[Tensor] = []
-        self.saved: list[tuple[Tensor, RecordedCall | None, int]] = []
+        self.tensors: list[Tensor | Outline] = []
+        self.saved: list[Saved] = []
         self.why_broken: str | None = None
         self.is_paused = False
         self.current: RecordedCall | None = None
         self.versions: list[int] = []
+        self.needs_grad: list[bool] = []
         self.makers: list[int] = []
         self.inputs: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
         self.overwritten: set[int] = set()
+        self._holds_all = holds_all or not classes.can_compare  # tensors without values take no memory
+        self._refs: list[ref[Tensor]] = []
+        self._memories = Memories()
+        self._held: set[int] = set()  # ids of storages that are held
+        self._packed: list[tuple[Tensor, RecordedCall, int]] = []  # saved by calls that are not over yet
         self._autocast = any_autocast_enabled()
         self._run = current_run()  # a backward inside the function may recompute: that is another run
 
@@ -116,7 +165,7 @@ class Recording(FunctionMode):
         """Number the region's arguments."""
         for index in arguments.tensors:
             tensor = arguments.leaves[index]
-            if id(tensor) not in self.numbers:
+            if self.number_of(tensor) is None:
                 self.inputs[self._new(tensor, NOWHERE)] = index
 
     def broken(self, why: str) -> None:
@@ -134,6 +183,8 @@ class Recording(FunctionMode):
     ) -> Any:
         """Make the call and record it."""
         kwargs = kwargs or {}
+        if self.why_broken is not None and self.tensors:
+            self.forget()
         if self.is_paused or self.why_broken is not None or current_run() is not self._run:
             return func(*args, **kwargs)
         if func is ATTENTION:
@@ -147,6 +198,7 @@ class Recording(FunctionMode):
         entry = RecordedCall(func)
         given = tensors_in(*values)
         versions = [version_of(tensor) for tensor in given]
+        self._check_given(given, versions)
         states = read_states(sources_of(given, values))
         if states is None:
             self.broken("a CUDA graph is being captured")
@@ -154,12 +206,25 @@ class Recording(FunctionMode):
         outer, self.current = self.current, entry
         try:
             result = func(*args, **kwargs)
+        except BaseException:
+            self.broken(f"{name_of_call(func)} raised inside it")
+            raise
         finally:
             self.current = outer
         bumps = ((tensor, version_of(tensor) - version) for tensor, version in zip(given, versions, strict=True))
         written = [(tensor, bump) for tensor, bump in bumps if bump]
         self._record(entry, args, kwargs, result, written)
+        if outer is None:
+            self._settle_saved()
+        entry.copies = []
         return result
+
+    def _check_given(self, given: list[Tensor], versions: list[int]) -> None:
+        """Break if something was written into unseen since it was met."""
+        for tensor, version in zip(given, versions, strict=True):
+            number = self.number_of(tensor)
+            if number is not None and self.versions[number] != version:
+                self.broken(WRITES)
 
     def _record(
         self,
@@ -186,27 +251,32 @@ class Recording(FunctionMode):
         entry.kwargs = {name: self._template(value, entry.links) for name, value in kwargs.items()}
         if written:
             self._note_write(entry, written, result)
-        entry.outs = [self._number(tensor, len(self.entries)) for tensor in results]
+        entry.outs = [self._number(tensor, len(self.entries), is_held=entry.is_kept) for tensor in results]
+        if entry.is_kept and self.why_broken is None:
+            for number, tensor in zip(entry.outs, results, strict=True):  # one that was met before is held from now on
+                self.tensors[number] = self._remember(tensor, is_held=True)
         self.entries.append(entry)
 
     def _note_write(self, entry: RecordedCall, written: list[tuple[Tensor, int]], result: Any) -> None:
         """A call has overwritten a tensor and gives it back: from here on it is another value, with another number."""
         tensor, bump = written[0]
-        number = self.numbers[id(tensor)]
+        number = self.number_of(tensor)
+        assert number is not None, "its arguments have numbers"
         is_plain = len(written) == 1 and result is tensor and list(entry.links).count(number) == 1
-        storage = tensor.untyped_storage()
-        others = [other for other in self.tensors if other is not tensor]
-        others += [saved for saved, owner, _ in self.saved if owner is not entry]
-        if not is_plain or not entry.is_plain() or any(other.untyped_storage() is storage for other in others):
+        mine = self.tensors[number]
+        others = [other for other, weak in zip(self.tensors, self._refs, strict=True) if weak() is not tensor]
+        others += [saved.tensor for saved in self.saved]
+        if not is_plain or not entry.is_plain() or any(share_memory(mine, other) for other in others):
             self.broken(WRITES)
             return
         entry.written, entry.bump = number, bump
         self.overwritten.add(number)
-        self._new(tensor, len(self.entries))
+        self._new(tensor, len(self.entries), is_held=entry.is_kept)
 
     def note_statistics(self, entry: RecordedCall, tensors: list[Tensor] | None) -> None:
         """A call updates statistics without a word: when it is made again, it is given copies of them."""
-        numbers = [] if tensors is None else [self.numbers.get(id(tensor), NOWHERE) for tensor in tensors]
+        known = [] if tensors is None else map(self.number_of, tensors)
+        numbers = [NOWHERE if number is None else number for number in known]
         alone = {value for value in (*entry.args, *entry.kwargs.values()) if isinstance(value, Link)}
         if tensors is None or not alone.issuperset(numbers):
             self.broken("it updates running statistics")
@@ -214,7 +284,7 @@ class Recording(FunctionMode):
 
     def _template(self, value: Any, links: list[int]) -> Any:
         def name(tensor: Tensor) -> int:
-            links.append(self._number(tensor, NOWHERE))
+            links.append(self._number(tensor, NOWHERE, is_held=True))
             return links[-1]
 
         try:
@@ -223,30 +293,92 @@ class Recording(FunctionMode):
             self.broken(f"a call of torch takes a {type(value).__name__}, which may change afterwards")
             return None
 
-    def _new(self, tensor: Tensor, maker: int) -> int:
+    def _new(self, tensor: Tensor, maker: int, *, is_held: bool = True) -> int:
         number = self.numbers[id(tensor)] = len(self.tensors)
-        self.tensors.append(tensor)
         self.makers.append(maker)
+        self.needs_grad.append(tensor.requires_grad)
+        self._refs.append(ref(tensor))
         if is_tracked(tensor):
             self.broken("it runs a torch.func transform inside")
         is_plain = type(tensor) in self.classes.plain and tensor.layout is torch.strided and not tensor.is_inference()
         if not is_plain or tensor.is_complex():  # a view of complex numbers may be a conjugate one
             self.broken(f"it works on an unusual tensor ({type(tensor).__name__}, {tensor.layout})")
             self.versions.append(0)
+            self.tensors.append(tensor)
         else:
             self.versions.append(tensor._version)  # noqa: SLF001
+            self.tensors.append(tensor if self.why_broken else self._remember(tensor, is_held=is_held))
         return number
 
-    def _number(self, tensor: Tensor, maker: int) -> int:
+    def _remember(self, tensor: Tensor, *, is_held: bool) -> Tensor | Outline:
+        """A tensor that is held, or shares memory with one that is; of others the outline."""
+        if self._holds_all:
+            return tensor
+        if is_held:
+            self._held.add(id(tensor.untyped_storage()))
+        return tensor if id(tensor.untyped_storage()) in self._held else self._memories.outline(tensor)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number that a tensor has by now; None if it was not met."""
         number = self.numbers.get(id(tensor))
-        return self._new(tensor, maker) if number is None else number
+        return number if number is not None and self._refs[number]() is tensor else None
+
+    def _number(self, tensor: Tensor, maker: int, *, is_held: bool) -> int:
+        number = self.number_of(tensor)
+        return self._new(tensor, maker, is_held=is_held) if number is None else number
+
+    def hold(self, result: Any) -> None:
+        """The running call is kept, because of this result of an operator beneath."""
+        if self.current is not None:
+            self.current.is_kept = True
+            self._held.update(map(id, storages_in(result)))
 
     def note_saved(self, tensor: Tensor) -> None:
         """A tensor is saved."""
+        if self.why_broken is not None:
+            return
         entry = self.current
-        self.saved.append((tensor, entry, entry.saved if entry is not None else 0))
-        if entry is not None:
+        if entry is None:
+            self._add_saved(tensor, None, 0)
+        else:
+            self._packed.append((tensor, entry, entry.saved))
             entry.saved += 1
+
+    def _settle_saved(self) -> None:
+        """A call is over: by now, what it saved is filled."""
+        packed, self._packed = self._packed, []
+        if self.why_broken is None:
+            for tensor, entry, place in packed:
+                self._add_saved(tensor, entry, place)
+
+    def _add_saved(self, tensor: Tensor, owner: RecordedCall | None, place: int) -> None:
+        number = self.number_of(tensor)
+        base = self._find_base(tensor, owner) if number is None and owner is not None else number
+        cast = find_cast(self, tensor, owner) if base is None and owner is not None else None
+        if base is not None:
+            is_held = False  # unless its base is
+        elif cast is not None:
+            is_held = self._may_hold_cast(cast)
+        else:
+            is_held = owner is None or owner.is_kept
+        kept = self._remember(tensor, is_held=is_held)
+        bits = self._memories.read_bits(tensor, kept) if isinstance(kept, Outline) else None
+        is_base = base is not None and base == number
+        self.saved.append(Saved(kept, owner, place, base, is_base, read_meta(tensor), bits, cast))
+
+    def _may_hold_cast(self, cast: Cast) -> bool:
+        """Whether a cast may be held in place of what was cast: that is kept, and no smaller (`hold_casts`)."""
+        origin, (dtype, *_) = self.tensors[cast.number], cast.kind
+        is_kept = self.makers[cast.number] != NOWHERE and isinstance(origin, Tensor)
+        return is_kept and dtype.itemsize <= origin.element_size()
+
+    def _find_base(self, tensor: Tensor, entry: RecordedCall) -> int | None:
+        """The result or argument of a call that a tensor is a view of."""
+        for number in (*entry.outs, *entry.links):
+            other = self.tensors[number]
+            if other.dtype == tensor.dtype and share_memory(tensor, other):
+                return number
+        return None
 
     def note_copy(self, tensor: Tensor, copy: Tensor) -> None:
         """A tensor is cast, or copied without gaps."""
@@ -263,18 +395,25 @@ class Recording(FunctionMode):
     def forget(self) -> None:
         """Let every tensor go."""
         self.tensors, self.saved, self.entries, self.numbers = [], [], [], {}
+        self.versions, self.needs_grad, self.makers, self._refs, self._packed = [], [], [], [], []
+        self._held, self._memories = set(), Memories()
+
+    @property
+    def device_type(self) -> str:
+        """Where what it saves is."""
+        return str(self.saved[0].meta[2].type)
 
     # After forward.
     def check_versions(self) -> None:
         """Break if anything was written into in place."""
         if self.why_broken is None and any(
-            tensor._version != version  # noqa: SLF001
-            for number, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True))
+            (tensor := weak()) is not None and tensor._version != version  # noqa: SLF001
+            for number, (weak, version) in enumerate(zip(self._refs, self.versions, strict=True))
             if number not in self.overwritten
         ):
             self.broken(WRITES)
 
-    def results(self, entry: RecordedCall) -> list[Tensor]:
+    def results(self, entry: RecordedCall) -> list[Tensor | Outline]:
         """What a call gave."""
         return [self.tensors[number] for number in entry.outs]
 

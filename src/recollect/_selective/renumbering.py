@@ -66,7 +66,7 @@ class Renumbering:
                     bound.states[index] = entry.states
             if index in inner_calls or index in casting:
                 links = [number for number in entry.links if call.is_general or number in new]
-                call.needs_grad = tuple(recording.tensors[number].requires_grad for number in links)
+                call.needs_grad = tuple(recording.needs_grad[number] for number in links)
             call.written, call.bump = new.get(entry.written, NOWHERE), entry.bump
             call.scratch = frozenset(new[number] for number in entry.statistics if number in new)
             call.flags = flags_of(entry.args, entry.kwargs) if call.scratch else ()

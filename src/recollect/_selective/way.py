@@ -118,7 +118,7 @@ class SelectiveWay(ServedWay):
         recorder: Recording | Following | None = None
         if self._may_record(frame):
             if decisions.program is None:
-                recorder = self._recording = Recording(_tensor_classes())
+                recorder = self._recording = Recording(_tensor_classes(), holds_all=knowledge.sees_names)
             else:
                 recorder = self._following = self._follow(decisions.program)
             recorder.begin(arguments)
@@ -144,7 +144,7 @@ class SelectiveWay(ServedWay):
             asker = self._asker = Asker(
                 decisions, knowledge.places(), scopes, self._recording, is_planned=knowledge.replays is True
             )
-            noting = is_new or bool(decisions.named)
+            noting = knowledge.sees_names and (is_new or bool(decisions.named))
             mode = KeepingMode(
                 kept_calls,
                 asker.decide,
