@@ -47,6 +47,23 @@ def broken():
     raise RuntimeError("mine")
 """
 
+WORDS = """
+import torch
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)))
+        self.head = nn.Linear(16, 2048)
+
+    def forward(self, x, targets):
+        return nn.functional.cross_entropy(self.head(self.blocks(x)), targets)
+
+def make_model():
+    return Words(), torch.randn(128, 16), torch.randint(2048, (128,))
+"""
+
 
 @pytest.fixture(autouse=True)
 def blocks(folder: Path) -> None:
@@ -118,6 +135,29 @@ def test_a_budget_that_nothing_fits_is_explained_without_a_traceback(invoke: Inv
     assert "no plan fits 1.00 KiB" in done.err
     assert "the smallest reachable peak is" in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_refusal_names_options_as_they_are_typed(invoke: Invoke, folder: Path, command: str) -> None:
+    (folder / "words.py").write_text(WORDS, "utf-8")
+    done = invoke(command, "words:make_model", "--budget", "1MiB")
+    assert done.code == 1
+    assert "let `recollect fit` compute the loss in chunks (`--lever chunked_loss`), shrink the batch" in done.err
+    assert ("Also possible here: --lever chunked_loss --lever micro_batches" in done.err) is (command == "fit")
+    other = invoke(command, "words:make_model", "--budget", "1MiB", "--tiers", "host")
+    assert "--tiers host: the step already runs in host memory, so moving values there frees nothing" in other.err
+    assert "Leave --tiers out" in other.err
+    for text in (done.err, other.err):
+        assert "levers=" not in text
+        assert "tiers=" not in text
+
+
+def test_a_lever_that_cannot_be_used_is_named_as_it_is_typed(invoke: Invoke) -> None:
+    done = invoke("fit", "blocks.py:make_step", "--budget", "1MiB", "--lever", "micro_batches")
+    assert done.code == 1
+    assert "--lever micro_batches works only if recollect.fit runs forward and backward itself: let the function" in (
+        done.err
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "fit"])

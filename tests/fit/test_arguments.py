@@ -32,6 +32,24 @@ class Counted(nn.Module):
         return result
 
 
+@pytest.mark.parametrize("budget", ["1KiB", "min", "fastest"])
+def test_a_step_that_never_calls_the_model_is_refused(budget: str) -> None:
+    model, other = nn.Sequential(Counted()), nn.Sequential(Counted())
+    with pytest.raises(ValueError, match="never called") as caught:
+        recollect.fit(model, X, step=lambda x: other(x).sum(), budget=budget)
+    assert str(caught.value) == (
+        "step=<lambda> never called the Sequential that recollect.fit was given, nor any module in it: it runs another "
+        "model, or a copy.\nPass the model that the step runs, or let the step run this Sequential"
+    )
+
+
+def test_a_step_may_call_a_part_of_the_model_or_a_model_without_parts() -> None:
+    parts = nn.Sequential(Counted(), Counted())
+    recollect.fit(parts, X, step=lambda x: parts[1](x).sum(), budget="fastest").remove()
+    whole = nn.Linear(16, 16)
+    recollect.fit(whole, X, step=lambda x: whole(x).sum(), budget="fastest").remove()
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [

@@ -25,6 +25,7 @@ from recollect._cli.profiling import Options, gather_step
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
 from recollect._cli.target import Function, find_target
 from recollect._core.levers import LEVERS
+from recollect._core.spelling import options_typed
 
 if TYPE_CHECKING:
     from recollect._cli.subject import Subject
@@ -80,7 +81,8 @@ def fit(
                     f"and its inputs, or runs a step, {target}:function. "
                     f"To plan for the script: recollect plan {target}"
                 )
-            fitted = _fit(options, found, progress, budget=wanted, tiers=tiers, levers=lever or ())
+            with options_typed():
+                fitted = _fit(options, found, progress, budget=wanted, tiers=tiers, levers=lever or ())
     outputs.write(fitted.plan, fitted.profile, tiers=tiers)
 
 

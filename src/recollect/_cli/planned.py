@@ -14,6 +14,7 @@ from recollect._cli.screen import fail, say, show_progress
 from recollect._core.errors import BudgetError
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
+from recollect._core.spelling import options_typed
 
 T = TypeVar("T")
 
@@ -88,7 +89,8 @@ def explain_failure(work: Callable[[], T]) -> T:
         typer.Exit: it fails, for reasons that its message explains; said on standard error.
     """
     try:
-        return work()
+        with options_typed():
+            return work()
     except ImportError as error:
         fail(str(error))
     except BudgetError as error:

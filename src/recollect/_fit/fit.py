@@ -15,6 +15,7 @@ from recollect._apply.model import apply
 from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
+from recollect._core.spelling import spell_lever, spell_levers
 from recollect._core.units import format_bytes
 from recollect._fit.arguments import check_arguments
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
@@ -104,7 +105,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:
-        message = f"lever {MICRO_BATCHES!r} works with one batch, but {len(batches)} were given: pass the largest"
+        message = f"{spell_lever(MICRO_BATCHES)} works with one batch, but {len(batches)} were given: pass the largest"
         raise ValueError(message)
     ranks = Ranks(model)
     ranks.check_same("budget", str(budget))
@@ -116,7 +117,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         raise ValueError(message)
     if asked and not ranks.are_alike:
         message = (
-            f"levers={set(asked)}: levers need the same model in every process, but here they differ, as pipeline "
+            f"{spell_levers(asked)}: levers need the same model in every process, but here they differ, as pipeline "
             "stages do: fit without levers"
         )
         raise ValueError(message)

@@ -20,6 +20,7 @@ from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, LEVERS, MICRO_BATC
 from recollect._core.patterns import compile_pattern
 from recollect._core.profiles import Profile
 from recollect._core.sharded import is_sharded
+from recollect._core.spelling import choose_words, spell_lever
 from recollect._inspect.surroundings import list_generators
 from recollect._levers.chunked_forward import TOKENS, call_in_chunks
 from recollect._recompute.rng import put_back
@@ -53,8 +54,11 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
             raise ValueError(message)
     if MICRO_BATCHES in named and not owns_step:
         message = (
-            "lever 'micro_batches' works only if recollect.fit runs forward and backward itself: pass the "
-            "model's batch, and loss= if it needs one, instead of step="
+            f"{spell_lever(MICRO_BATCHES)} works only if recollect.fit runs forward and backward itself: "
+            + choose_words(
+                "pass the model's batch, and loss= if it needs one, instead of step=",
+                "let the function return the model and its inputs, instead of running a step",
+            )
         )
         raise ValueError(message)
     return {name: levers[name] if isinstance(levers, Mapping) else None for name in LEVERS if name in named}
@@ -136,7 +140,7 @@ def _check_named(model: nn.Module, path: str) -> str:
     target = by_name(find_targets(model)).get(path)
     why = "there is no such module" if target is None else why_not(CHUNKED_LOSS, target.chain[-1])
     if why:
-        message = f"lever {CHUNKED_LOSS!r} cannot be used on '{path}': {why}"
+        message = f"{spell_lever(CHUNKED_LOSS)} cannot be used on '{path}': {why}"
         raise ValueError(message)
     return path
 
@@ -178,7 +182,7 @@ def _find_tokenwise(model: nn.Module, inputs: Inputs, *, is_named: bool) -> list
         if not known[key]:
             paths.append(target.name)
         elif is_named:
-            message = f"lever {CHUNKED_MLP!r} cannot be used on '{target.name}': {known[key]}"
+            message = f"{spell_lever(CHUNKED_MLP)} cannot be used on '{target.name}': {known[key]}"
             raise ValueError(message)
     if not paths:
         _log.info("recollect.fit: lever %r is not used: no part of a block handles each token on its own", CHUNKED_MLP)

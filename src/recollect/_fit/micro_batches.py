@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.levers import MICRO_BATCHES
+from recollect._core.spelling import spell_lever
 from recollect._core.torch_private.pytree import flatten, unflatten
 from recollect._fit.batches import read_batch
 from recollect._inspect.surroundings import list_generators
@@ -79,7 +80,7 @@ def find_weight(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
         if abs(total * weight - expected) <= close:
             return weight
     message = (
-        f"lever {MICRO_BATCHES!r} cannot be used: the loss of the whole batch is {expected:.6g}, but those of "
+        f"{spell_lever(MICRO_BATCHES)} cannot be used: the loss of the whole batch is {expected:.6g}, but those of "
         f"its {parts} parts are {total / parts:.6g} on average and {total:.6g} in sum. It works only for a "
         "loss that is a mean or a sum over examples"
     )
@@ -95,7 +96,7 @@ def refuse_batch_norms(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _OVER_BATCHES) and module.training:
             message = (
-                f"lever {MICRO_BATCHES!r} cannot be used: '{name}' ({type(module).__name__}) normalizes over the "
+                f"{spell_lever(MICRO_BATCHES)} cannot be used: '{name}' ({type(module).__name__}) normalizes over the "
                 "whole batch, and would normalize over each part instead. Put it in eval mode, or use a norm that "
                 "works on each example"
             )
@@ -114,7 +115,7 @@ def _check_counts(parts: list[Any]) -> None:
         counts = [int((leaf == _IGNORED).sum()) for leaf in leaves]
         if len(set(counts)) > 1:
             message = (
-                f"lever {MICRO_BATCHES!r}: {', '.join(map(str, counts))} targets are {_IGNORED} (ignored) in the "
+                f"{spell_lever(MICRO_BATCHES)}: {', '.join(map(str, counts))} targets are {_IGNORED} (ignored) in the "
                 "parts of this batch, so their mean losses would need different weights. Pad examples evenly, or sum "
                 "the loss"
             )

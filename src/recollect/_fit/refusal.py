@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from recollect._core.calls import Category, Phase, has_cross_entropy
+from recollect._core.levers import CHUNKED_LOSS
+from recollect._core.spelling import choose_words, spell_levers
 from recollect._core.units import format_bytes
 from recollect._plan.budget import Budget
 from recollect._plan.frontier import Point
@@ -33,7 +35,8 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     parts = ", ".join(
         f"{category.value} {format_bytes(size)}" for category, size in list(fixed.items())[:_MOST_CATEGORIES]
     )
-    advice = "Raise the budget, shrink the batch, or try the `levers` of recollect.fit"
+    levers = choose_words("the `levers` of recollect.fit", "the levers of `recollect fit` (--lever)")
+    advice = f"Raise the budget, shrink the batch, or try {levers}"
     lasting = find_lasting_bytes(problem)
     if asked.bytes is not None and lasting > asked.bytes:
         advice = (
@@ -52,7 +55,8 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
             "torch.nn.Module. Or raise the budget, or shrink the batch"
         )
     elif profile.storages and _is_head(problem, smallest.peak_call):
-        chunks = "let recollect.fit compute the loss in chunks (`levers={'chunked_loss'}`), "
+        fit = choose_words("recollect.fit", "`recollect fit`")
+        chunks = f"let {fit} compute the loss in chunks (`{spell_levers([CHUNKED_LOSS])}`), "
         can_chunk = has_cross_entropy(profile.calls)
         advice = f"That is the loss head: {chunks if can_chunk else ''}shrink the batch, or raise the budget"
     wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)

@@ -18,6 +18,7 @@ from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
+from recollect._fit.shapes import Seen
 from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile_step
 from recollect._selective.knowledge import Learned
@@ -86,12 +87,22 @@ class Runner:
 
     def _profile_all(self, *, dry: bool = False, once_more: AbstractContextManager[None] | None = None) -> Profile:
         """The step with its optimizer's."""
-        seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
+        called = Seen()
+        with called.watching(self._model):
+            seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
         self._stepping = _read_stepping(seen)
         if seen.forward_count == len(seen.calls) and self._call.function is not self._model:
             message = (
                 f"step={name_of(self._call.function)} ran no backward and returned no loss to run it on: call "
                 "loss.backward() in it, or return the loss, neither detached nor as a number"
+            )
+            raise ValueError(message)
+        if not called.shapes and not any(call.module for call in seen.calls[: seen.forward_count]):
+            kind = type(self._model).__name__
+            message = (
+                f"step={name_of(self._call.function)} never called the {kind} that recollect.fit was given, nor any "
+                "module in it: it runs another model, or a copy.\n"
+                f"Pass the model that the step runs, or let the step run this {kind}"
             )
             raise ValueError(message)
         return seen

@@ -12,6 +12,7 @@ from recollect._apply.targets import find_targets
 from recollect._core.calls import Category, Phase, has_cross_entropy
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, MICRO_BATCHES
 from recollect._core.profiles import Profile
+from recollect._core.spelling import spell_levers
 from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, refuse_batch_norms
 from recollect._levers.chunked_forward import TOKENS
@@ -27,8 +28,8 @@ def suggest_levers(model: nn.Module, seen: Profile, asked: Asked, batch: Any, *,
         batch: as the user gave it.
         owns_step: whether it is the model that is called, and not a step of the user's.
     """
-    named = ", ".join(map(repr, _list_usable(model, seen, asked, batch, owns_step=owns_step)))
-    return f"Also possible here: levers={{{named}}}" if named else ""
+    named = list(_list_usable(model, seen, asked, batch, owns_step=owns_step))
+    return f"Also possible here: {spell_levers(named)}" if named else ""
 
 
 def _list_usable(model: nn.Module, seen: Profile, asked: Asked, batch: Any, *, owns_step: bool) -> Iterator[str]:

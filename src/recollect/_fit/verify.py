@@ -12,6 +12,7 @@ from torch import nn
 from recollect._apply.model import apply
 from recollect._core.levers import CHUNKED_MLP, MICRO_BATCHES, PlannedLever
 from recollect._core.plans import Plan
+from recollect._core.spelling import choose_words, spell_levers
 from recollect._fit.attempts import Attempt
 
 _log = logging.getLogger("recollect")
@@ -51,8 +52,10 @@ def compare_gradients(attempt: Attempt) -> None:
     for name in {**before, **after}:
         one, two = before.get(name, 0.0), after.get(name, 0.0)
         if not abs(one - two) <= close * (abs(one) + _FLOOR * total):
+            names = [lever.name for lever in levers]
+            used = choose_words(f"levers {', '.join(map(repr, names))}", spell_levers(names))
             message = (
-                f"levers {', '.join(repr(lever.name) for lever in levers)} change the gradient of '{name}': its norm "
+                f"{used} change the gradient of '{name}': its norm "
                 f"is {two:.4g} with them and {one:.4g} without.\n"
                 "The model does something that these levers do not support: leave them out"
             )

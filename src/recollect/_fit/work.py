@@ -9,6 +9,7 @@ import torch
 
 from recollect._apply.options import has_peers
 from recollect._core.profiles import Clock, Profile
+from recollect._core.spelling import choose_words
 from recollect._fit.overheads import measured_overheads
 from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
@@ -110,10 +111,9 @@ def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None)
     """
     tier = read_tiers(tiers)
     if tier != "disk" and profile.clock is Clock.HOST:
-        message = (
-            f"tiers={tiers!r}: the step already runs in host memory, so moving values there frees nothing.\n"
-            "Pass tiers='disk', or leave tiers out"
-        )
+        given = choose_words(f"tiers={tiers!r}", f"--tiers {tier}")
+        way_out = choose_words("Pass tiers='disk', or leave tiers out", "Leave --tiers out")
+        message = f"{given}: the step already runs in host memory, so moving values there frees nothing.\n{way_out}"
         raise ValueError(message)
     if said is not None:
         if said <= 0:
