@@ -159,3 +159,20 @@ def test_functions_of_other_regions_and_of_none_are_left_alone() -> None:
         Noisy.runs = 0
         backward(recollect.checkpoint(around(noisy))(x).sum())
         assert Noisy.runs == 2
+
+
+def test_a_function_beside_what_is_kept_does_not_disturb_the_program() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.down(Split.apply(self.up(x))[0]) + x  # type: ignore[no-untyped-call]
+            return found
+
+    module = Gated()
+    wrapped = recollect.checkpoint(module, policy=policies.save_ops("aten.addmm.default"))
+    for _ in range(3):
+        wrapped(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        assert "recomputed by replaying" in str(recollect.explain(wrapped))

@@ -25,7 +25,7 @@ from torch import Tensor
 from recollect._core.operators import UNFILLED, storages_in, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
-from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled
+from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, without_function_modes
 from recollect._core.torch_private.composites import ATTENTION
 from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
@@ -339,7 +339,8 @@ class Recording(FunctionMode):
             return
         entry = self.current
         if entry is None:
-            self._add_saved(tensor, None, 0)
+            with without_function_modes():  # or what is asked of it here would be recorded
+                self._add_saved(tensor, None, 0)
         else:
             self._packed.append((tensor, entry, entry.saved))
             entry.saved += 1
