@@ -10,7 +10,8 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
-from recollect import policies
+from recollect import Decision, policies
+from recollect._profile.memory import LiveBytes
 from tests.watching import Operators
 
 SIZE = 8
@@ -219,3 +220,25 @@ def test_a_parameter_that_changes_before_backward_is_refused() -> None:
         block.up.weight.mul_(2)
     with pytest.raises(recollect.ChangedInputError, match="changed in place"):
         loss.backward()
+
+
+def test_autocast_holds_no_casts_of_what_a_backward_under_it_replays() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def fn(x: Tensor) -> Tensor:
+        found: Tensor = layers(x.sin()).sin()
+        return found
+
+    def find_left_bytes(call: Callable[[Tensor], Tensor]) -> int:
+        layers.zero_grad()
+        with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+            call(torch.randn(512, 64, requires_grad=True)).sum().backward()
+            return meter.live_bytes
+
+    def keep_last(site: recollect.Site) -> Decision:
+        return Decision.SAVE if "addmm" in site.op and site.call == 1 else Decision.RECOMPUTE
+
+    region = recollect.checkpoint(fn, policy=keep_last)
+    plain = find_left_bytes(fn)
+    assert [find_left_bytes(region) for _ in range(3)] == [plain] * 3
+    assert "recomputed by replaying" in str(recollect.explain(region))

@@ -176,3 +176,18 @@ def test_a_function_beside_what_is_kept_does_not_disturb_the_program() -> None:
     for _ in range(3):
         wrapped(torch.randn(4, 8, requires_grad=True)).sum().backward()
         assert "recomputed by replaying" in str(recollect.explain(wrapped))
+
+
+def test_what_a_function_gives_requires_grad_only_when_it_is_over() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def fn(x: Tensor) -> Tensor:
+        found: Tensor = module[1](Cube.apply(module[0](x), 3))  # type: ignore[no-untyped-call]
+        return found
+
+    region = recollect.checkpoint(fn, policy=policies.save_ops("aten.addmm.default"))
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = region(torch.randn(4, 8, requires_grad=True)).sum()
+        loss.backward()
+        assert "recomputed by replaying" in str(recollect.explain(region))

@@ -61,7 +61,7 @@ class RecordedCall:
     """One call of torch."""
 
     __slots__ = (
-        *("args", "bump", "copies", "func", "is_kept", "is_single", "kwargs", "links"),
+        *("args", "bump", "copies", "func", "is_kept", "is_single", "kwargs", "links", "needs_grad"),
         *("outs", "place", "saved", "states", "statistics", "written"),
     )
 
@@ -71,6 +71,7 @@ class RecordedCall:
         self.copies: list[tuple[Tensor, ref[Any]]] = []  # what was cast or copied inside, and the memory of what came
         self.kwargs: dict[str, Any] = {}
         self.links: list[int] = []
+        self.needs_grad: list[bool] = []  # of each link: what a custom Function gives begins to require it afterwards
         self.outs: list[int] = []
         self.is_kept = False  # whether a policy keeps some of what ran beneath
         self.is_single = True
@@ -130,7 +131,6 @@ class Recording(FunctionMode):
         tensors: all tensors it met, by number, or their outlines.
         saved: each saved tensor.
         versions: of the tensors when they were met.
-        needs_grad: whether they required grad.
         makers: which call made each of them; `NOWHERE` for what came from outside.
         numbers: of the tensors, by id.
         inputs: for numbers of the region's arguments, which leaf of them each is.
@@ -148,7 +148,6 @@ class Recording(FunctionMode):
         self.is_paused = False
         self.current: RecordedCall | None = None
         self.versions: list[int] = []
-        self.needs_grad: list[bool] = []
         self.makers: list[int] = []
         self.inputs: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
@@ -247,8 +246,8 @@ class Recording(FunctionMode):
         if any_autocast_enabled() is not self._autocast:
             self.broken("it switches autocast on or off")
         entry.is_single = type(result) is self.classes.result
-        entry.args = [self._template(value, entry.links) for value in args]
-        entry.kwargs = {name: self._template(value, entry.links) for name, value in kwargs.items()}
+        entry.args = [self._template(value, entry) for value in args]
+        entry.kwargs = {name: self._template(value, entry) for name, value in kwargs.items()}
         if written:
             self._note_write(entry, written, result)
         entry.outs = [self._number(tensor, len(self.entries), is_held=entry.is_kept) for tensor in results]
@@ -282,10 +281,11 @@ class Recording(FunctionMode):
             self.broken("it updates running statistics")
         entry.statistics = frozenset(numbers)
 
-    def _template(self, value: Any, links: list[int]) -> Any:
+    def _template(self, value: Any, entry: RecordedCall) -> Any:
         def name(tensor: Tensor) -> int:
-            links.append(self._number(tensor, NOWHERE, is_held=True))
-            return links[-1]
+            entry.links.append(self._number(tensor, NOWHERE, is_held=True))
+            entry.needs_grad.append(tensor.requires_grad)
+            return entry.links[-1]
 
         try:
             return template_of(value, name)
@@ -296,7 +296,6 @@ class Recording(FunctionMode):
     def _new(self, tensor: Tensor, maker: int, *, is_held: bool = True) -> int:
         number = self.numbers[id(tensor)] = len(self.tensors)
         self.makers.append(maker)
-        self.needs_grad.append(tensor.requires_grad)
         self._refs.append(ref(tensor))
         if is_tracked(tensor):
             self.broken("it runs a torch.func transform inside")
@@ -396,7 +395,7 @@ class Recording(FunctionMode):
     def forget(self) -> None:
         """Let every tensor go."""
         self.tensors, self.saved, self.entries, self.numbers = [], [], [], {}
-        self.versions, self.needs_grad, self.makers, self._refs, self._packed = [], [], [], [], []
+        self.versions, self.makers, self._refs, self._packed = [], [], [], []
         self._held, self._memories = set(), Memories()
 
     @property

@@ -65,8 +65,8 @@ class Renumbering:
                 if call.draws:
                     bound.states[index] = entry.states
             if index in inner_calls or index in casting:
-                links = [number for number in entry.links if call.is_general or number in new]
-                call.needs_grad = tuple(recording.needs_grad[number] for number in links)
+                flags = zip(entry.links, entry.needs_grad, strict=True)
+                call.needs_grad = tuple(flag for number, flag in flags if call.is_general or number in new)
             call.written, call.bump = new.get(entry.written, NOWHERE), entry.bump
             call.scratch = frozenset(new[number] for number in entry.statistics if number in new)
             call.flags = flags_of(entry.args, entry.kwargs) if call.scratch else ()

@@ -116,13 +116,20 @@ class ReplayProducer:
         """A saved tensor; None for one inside a call, which was filled in."""
         grad_was_enabled = torch.is_grad_enabled()
         ambient = None
+        is_cached = False
         if (not self._is_as_before or any_autocast_enabled()) and not self._replay.has(index):
+            # Where backward runs under the user's autocast, that would hold each cast of a replayed value to its end.
+            is_cached = any_autocast_enabled() and torch.is_autocast_cache_enabled()
             ambient = self._around.restore_ambient()
+        if is_cached:
+            torch.set_autocast_cache_enabled(False)
         if grad_was_enabled:
             set_grad_enabled(False)
         try:
             return self._replay.take(index)
         finally:
+            if is_cached:
+                torch.set_autocast_cache_enabled(True)
             if ambient is not None:
                 ambient.close()
             if grad_was_enabled:
