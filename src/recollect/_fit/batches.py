@@ -74,17 +74,20 @@ def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module)
 def read_step(batch: Any, step: Callable[..., Any]) -> Call:
     """How a step of the user's is called with a batch: with the whole if it takes it, else with its parts.
 
+    A mapping gives keywords if the step has arguments of these names.
+
     Raises:
         ValueError: it can be called with neither.
 
     >>> read_step((1, 2), lambda batch: ...).args, read_step((1, 2), lambda x, y: ...).args
     (((1, 2),), (1, 2))
     """
-    parts = tuple(batch) if isinstance(batch, (tuple, list)) else ()
-    keywords = dict(batch) if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch) else {}
-    forms: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {})]
-    if batch is not None:
-        forms = [((batch,), {}), (parts, {}), ((), keywords), ((), {})]
+    forms: list[tuple[tuple[Any, ...], dict[str, Any]]] = [] if batch is None else [((batch,), {})]
+    if isinstance(batch, (tuple, list)):
+        forms.append((tuple(batch), {}))
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        forms.insert(0 if _names_arguments(batch, step) else 1, ((), dict(batch)))
+    forms.append(((), {}))
     name = getattr(step, "__name__", type(step).__name__)
     for args, kwargs in forms:
         if _binds(step, args, kwargs):
