@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from recollect._core import fake_values
 from recollect._core.registry import Registration, Registry
 from recollect._core.scope import current_run
 from recollect._core.torch_private.dispatch import without_dispatch_modes
@@ -105,7 +106,9 @@ def copy_value(value: Any) -> Any:
     """A copy of a tensor or a collection, one level deep; others as they are."""
     if isinstance(value, Tensor):
         with torch.no_grad(), without_dispatch_modes():  # to copy is not to read: no watch is concerned
-            return value.detach().clone()
+            copied = value.detach().clone()
+            fake_values.copy_value(value, copied)
+            return copied
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
 

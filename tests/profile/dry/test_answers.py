@@ -131,15 +131,63 @@ def test_experts_in_a_loop_take_about_what_they_take_in_a_real_step() -> None:
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
 
 
+class Mixture(nn.Module):
+    """Experts that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+
+
+class LoopOverThoseHit(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        mask = functional.one_hot(chosen, num_classes=4).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            place, tokens = torch.where(mask[number].squeeze(0))
+            out.index_add_(0, tokens, self.experts[number](x[tokens]) * weights[tokens, place, None])
+        return x + out
+
+
+class LoopOverMasks(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            tokens = (chosen == number).any(-1)
+            if tokens.any():
+                out[tokens] += expert(x[tokens]) * (weights * (chosen == number))[tokens].sum(-1, keepdim=True)
+        return x + out
+
+
+@pytest.mark.parametrize("kind", [LoopOverThoseHit, LoopOverMasks])
+def test_each_expert_of_a_loop_is_run_and_has_gradients(kind: type[Mixture]) -> None:
+    model, x = nn.Sequential(*(kind() for _ in range(4))), torch.randn(64, 16)
+    with recollect.apply(model, {"*": "full"}):
+        real, dry = (recollect.profile(model, x, dry=dry, loss=Tensor.sum) for dry in (False, True))
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+
+
 def test_torch_logs_nothing_where_an_operator_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError), dry_step([], torch.ones(2, 3), device=CPU) as dry:
         dry.values @ dry.values
     assert not caplog.records
 
 
-def test_sparse_gradients_take_what_they_take_in_a_real_step() -> None:
-    model = nn.Sequential(nn.Embedding(500, 16, sparse=True), nn.Linear(16, 16))
-    numbers = torch.arange(32).reshape(4, 8)
+SPARSE: dict[str, Callable[[], nn.Module]] = {
+    "embedding": lambda: nn.Embedding(500, 16, sparse=True),
+    "bags, summed": lambda: nn.EmbeddingBag(500, 16, sparse=True, mode="sum"),
+    "bags, averaged": lambda: nn.EmbeddingBag(500, 16, sparse=True, mode="mean"),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_gradients_take_what_they_take_in_a_real_step(kind: str) -> None:
+    model = nn.Sequential(SPARSE[kind](), nn.Linear(16, 16))
+    numbers = torch.arange(256).reshape(4, 64)
+
     real = recollect.profile(model, numbers, loss=lambda out: out.square().mean())
     dry = recollect.profile(model, numbers, loss=lambda out: out.square().mean(), dry=True, device="cpu")
     assert dry.peak_bytes == real.peak_bytes

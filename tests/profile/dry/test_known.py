@@ -125,3 +125,37 @@ def test_a_ctc_loss_is_as_large_as_its_longest_target() -> None:
     dry = recollect.profile(Speech(), *given, dry=True, device="cpu")
     assert dry.peak_bytes == real.peak_bytes
     assert not any("ctc_loss" in note for note in dry.notes)
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls, and perhaps what is in them, and scales by the first count."""
+
+    def __init__(self, *, writes_unknown: bool) -> None:
+        super().__init__()
+        self.writes_unknown = writes_unknown
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[0].add_(1)
+        if self.writes_unknown:
+            self.counts[1].add_((x > 0).sum())
+        result: Tensor = self.linear(x).tanh() / float(self.counts[0])
+        return result
+
+
+def test_what_a_region_copies_for_recomputation_is_known_too() -> None:
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, momentum=None), torch.nn.ReLU()),
+        Counting(writes_unknown=False),
+    ]
+    model, x = torch.nn.Sequential(*blocks), torch.randn(8, 4)
+    with recollect.apply(model, {"*": "full"}):
+        real, dry = (recollect.profile(model, x, dry=dry, loss=Tensor.sum) for dry in (False, True))
+    assert dry.peak_bytes == real.peak_bytes
+
+
+def test_what_a_region_copies_is_unknown_where_unknown_values_were_written_into_it() -> None:
+    model, x = torch.nn.Sequential(Counting(writes_unknown=True)), torch.randn(8, 4)
+    with recollect.apply(model, {"*": "full"}), pytest.raises(ValueError, match="needs the values of a tensor"):
+        recollect.profile(model, x, dry=True, loss=Tensor.sum)

@@ -3,7 +3,7 @@
 | asked for | answer |
 |---|---|
 | a float (``.item()``) | 1.0: floats scale and are logged |
-| an index, out of ``nonzero``, ``topk`` and the like | 0 |
+| an index, out of ``nonzero``, ``topk`` and the like | 0, unless all places are taken as true: then each in turn |
 | whether all are (``all``) | True: checks of arguments pass |
 | whether any is (``any``) of a one-hot mask, or of choices that equal a number | True: each expert has tokens |
 | another bool (``if`` on a tensor, ``any``, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
@@ -33,7 +33,8 @@ from recollect._core.operators import operator_of, tensors_in
 from recollect._core.places import Places
 from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
 from recollect._core.torch_private.fake import DATA_ERRORS, is_fake
-from recollect._profile.dry.known import KnownValues, note_known
+from recollect._core.torch_private.sparse import sparse_parts
+from recollect._profile.dry.known import MOST_KNOWN, KnownValues, note_known
 from recollect._profile.dry.recurrent import run_on_cpu
 
 Note = Callable[[str], object]
@@ -76,6 +77,8 @@ class Answers(DispatchMode):
             "aten._unique2.default": self._distinguish,
             "aten._ctc_loss.Tensor": self._align,
             "aten._ctc_loss.default": self._align,
+            "aten._embedding_bag_backward.default": _spread_over_bags,
+            "aten.clone.default": _copy_sparse,
             "aten._grouped_mm.default": _multiply_groups,
             "aten.mkldnn_rnn_layer.default": run_on_cpu,
         }
@@ -110,6 +113,8 @@ class Answers(DispatchMode):
             self._checks[result.untyped_storage()] = "a check with all()"
         elif name.startswith("aten.any.") and args[0].untyped_storage() in self._densities:
             self._checks[result.untyped_storage()] = "a check with any()"  # each expert has tokens
+            among = args[0].numel() / max(result.numel(), 1)  # a token's choices, of which one may be this expert
+            self._densities[result.untyped_storage()] = min(self._density(args[0]) * among, 1.0)
         elif name.startswith("aten.sum.") and is_fake(args[0]):
             if _is_mask(args[0]) or args[0].untyped_storage() in self._densities:
                 each = args[0].numel() / max(result.numel(), 1)
@@ -201,8 +206,12 @@ class Answers(DispatchMode):
         return math.ceil(mask.numel() * density)
 
     def _find(self, mask: Tensor) -> Tensor:
-        found = torch.empty(self._how_many(mask), mask.dim(), dtype=torch.long)
+        count = self._how_many(mask)
+        found = torch.empty(count, mask.dim(), dtype=torch.long)
         self._indices[found.untyped_storage()] = None
+        if count == mask.numel() <= MOST_KNOWN:  # each index, once: a loop over experts meets all of them
+            with without_dispatch_modes():
+                note_known(found, torch.ones(mask.shape, dtype=torch.bool).nonzero())
         return found
 
     def _select(self, tensor: Tensor, mask: Tensor) -> Tensor:
@@ -270,6 +279,24 @@ def _asks_if_usual(name: str, args: tuple[Any, ...]) -> bool:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in _MASKS and is_fake(index)
+
+
+def _spread_over_bags(grad: Tensor, indices: Tensor, *options: Any) -> Any:
+    """The sparse gradient of an EmbeddingBag, a row for each index: torch's own form for fake tensors has no rows."""
+    count, is_sparse = options[4], options[7]
+    if not is_sparse:
+        return NotImplemented
+    rows = grad.new_empty(indices.numel(), grad.shape[-1])
+    return torch.sparse_coo_tensor(indices.reshape(1, -1), rows, (count, grad.shape[-1]), check_invariants=False)
+
+
+def _copy_sparse(tensor: Tensor, **options: Any) -> Any:
+    """A copy of a sparse gradient: torch's own form for fake tensors has no rows."""
+    del options
+    if tensor.layout is not torch.sparse_coo:
+        return NotImplemented
+    indices, rows = (part.clone() for part in sparse_parts(tensor))
+    return torch.sparse_coo_tensor(indices, rows, tensor.shape, check_invariants=False)
 
 
 def _multiply_groups(
