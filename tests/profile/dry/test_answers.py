@@ -170,6 +170,29 @@ def test_each_expert_of_a_loop_is_run_and_has_gradients(kind: type[Mixture]) -> 
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.randn(4, 8, 16).transpose(1, 2),
+    "permuted": lambda: torch.randn(4, 6, 6, 8).permute(0, 3, 2, 1),
+    "channels last": lambda: torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last),
+    "as it is": lambda: torch.randn(4, 8, 6),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_norm_lays_its_results_out_as_its_kernel_does(layout: str) -> None:
+    def strides(x: Tensor) -> tuple[Any, Any]:
+        x.requires_grad_()
+        norm = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.dim()](x.shape[1])
+        out = norm(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        return out.stride(), grad.stride()
+
+    x = LAYOUTS[layout]()
+    expected = strides(x)
+    with dry_step([], x.detach(), device=CPU) as dry:
+        assert strides(dry.values) == expected
+
+
 def test_torch_logs_nothing_where_an_operator_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError), dry_step([], torch.ones(2, 3), device=CPU) as dry:
         dry.values @ dry.values

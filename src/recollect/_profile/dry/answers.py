@@ -79,6 +79,8 @@ class Answers(DispatchMode):
             "aten._ctc_loss.default": self._align,
             "aten._embedding_bag_backward.default": _spread_over_bags,
             "aten.clone.default": _copy_sparse,
+            "aten.native_batch_norm.default": _normalise,
+            "aten.native_batch_norm_backward.default": _normalise_backward,
             "aten._grouped_mm.default": _multiply_groups,
             "aten.mkldnn_rnn_layer.default": run_on_cpu,
         }
@@ -297,6 +299,27 @@ def _copy_sparse(tensor: Tensor, **options: Any) -> Any:
         return NotImplemented
     indices, rows = (part.clone() for part in sparse_parts(tensor))
     return torch.sparse_coo_tensor(indices, rows, tensor.shape, check_invariants=False)
+
+
+def _normalise(x: Tensor, *options: Any) -> Any:
+    return _lay_out(torch.ops.aten.native_batch_norm.default(x, *options))
+
+
+def _normalise_backward(grad: Tensor, *options: Any) -> Any:
+    return _lay_out(torch.ops.aten.native_batch_norm_backward.default(grad, *options))
+
+
+def _lay_out(results: Any) -> Any:
+    """What a batch norm gives: its kernel does not keep the strides of a transposed input, torch's fake form does."""
+    first = results[0]
+    if first is None or first.is_contiguous() or first.is_contiguous(memory_format=_layout_of(first)):
+        return results
+    return torch.empty(first.shape, dtype=first.dtype), *results[1:]
+
+
+def _layout_of(tensor: Tensor) -> torch.memory_format:
+    """How its channels may come last."""
+    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
 
 
 def _multiply_groups(
