@@ -109,7 +109,8 @@ def test_of_a_u_net_every_block_is_picked_also_where_a_stage_has_one() -> None:
         "norm_num_groups": 4, "sample_size": 8,
     }  # fmt: skip
     model = UNet2DConditionModel(**kinds)
-    blocks = [m for m in model.modules() if type(m).__name__ in ("ResnetBlock2D", "Transformer2DModel")]
+    names = ("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D")
+    blocks = [m for m in model.modules() if type(m).__name__ in names]
     with recollect.apply(model) as handle:
         assert len(handle.places) == len(blocks)
     model.enable_gradient_checkpointing()
@@ -203,6 +204,36 @@ def test_stages_of_which_two_have_the_same_sizes_are_passed_through() -> None:
     alternating = [Stage(*widths, 3) for _ in range(3) for widths in ((8, 4), (4, 8))]
     with recollect.apply(nn.Sequential(*alternating)) as handle:
         assert [place.class_name for place in handle.places] == ["Stage"] * 6
+
+
+class Middle(nn.Module):
+    """Blocks in one list, and what stands between them in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Conv(8, 8), Conv(8, 8)])
+        self.attentions = nn.ModuleList([Separable(8, 8)])
+        self.enlarging = nn.ModuleList([nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 3))])
+        self.layers = nn.ModuleList([nn.Conv2d(8, 8, 1)])
+        self.norms = nn.ModuleList([nn.Sequential(nn.BatchNorm2d(8), nn.ReLU())])
+
+
+def test_a_single_block_beside_a_list_of_blocks_is_picked() -> None:
+    assert table(nn.ModuleDict({"middle": Middle(), "other": nn.ModuleList([Separable(8, 8)])})) == [
+        "middle.blocks.0-1",
+        "middle.attentions.0",
+        "middle.enlarging.0",
+    ]
+
+
+def test_what_lists_blocks_that_are_picked_elsewhere_is_a_stage() -> None:
+    """As all the decoder's stages of an autoencoder of one width, whose encoder's differ."""
+    stages = [Stage(8, 8, 3), Stage(8, 8, 3), Stage(8, 8, 3)]
+    with recollect.apply(nn.Sequential(nn.Sequential(Conv(3, 8), Conv(8, 8)), nn.Sequential(*stages))) as handle:
+        assert {place.class_name for place in handle.places} == {"Conv"}
+        assert len(handle.places) == 11
+    with recollect.apply(nn.Sequential(*stages)) as handle:
+        assert [place.class_name for place in handle.places] == ["Stage"] * 3
 
 
 def test_stages_that_name_their_blocks_are_passed_through() -> None:

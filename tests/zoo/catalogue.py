@@ -102,6 +102,18 @@ def unet() -> Any:
     ).train()
 
 
+def autoencoder() -> Any:
+    diffusers = pytest.importorskip("diffusers")
+    return diffusers.AutoencoderKL(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+    ).train()
+
+
 def dit() -> Any:
     diffusers = pytest.importorskip("diffusers")
     return diffusers.DiTTransformer2DModel(
@@ -250,8 +262,9 @@ ZOO: dict[str, Kind] = {
         inputs=lambda: noisy(encoder_hidden_states=torch.ones(BATCH, 5, 16)),
         loss=squared,
         has_switch=False,  # its own leaves blocks out
-        regions=18,
+        regions=20,
     ),
+    "autoencoder": Kind(build=autoencoder, inputs=lambda: {"sample": images(16)}, loss=squared, regions=14),
     "dit": Kind(build=dit, inputs=lambda: noisy(class_labels=torch.tensor([1, 2])), loss=squared),
     "resnet": by_hand(vision.resnet, 6),
     "convnext": by_hand(vision.convnext, 6),

@@ -4,9 +4,11 @@ Blocks are modules of one class, several of which are in a ModuleList or Sequent
 of torch. The outermost ones are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves
 are not blocks, whether most differ in size (as in Swin), each is a list of many (as in DenseNet), or each is little
 more than a list (as in Stable Diffusion XL's U-Net): the blocks inside them are taken. A stage next to stages that
-repeat something counts with all its blocks (as the first of EfficientNet). Norms are not blocks. Where some blocks hold
-several products, those with a single one (projections, transitions) are left out, because recomputing them frees
-little, unless the model's author marked them for it. Where no list repeats anything, lists of one block are taken, or
+repeat something counts with all its blocks (as the first of EfficientNet), and what lists blocks that are taken
+elsewhere is a stage. Norms are not blocks. Where some blocks hold several products, those with a single one
+(projections, transitions) are left out, because recomputing them frees little, unless the model's author marked them
+for it. Single blocks in lists of their own, beside a list of blocks in one module, are taken, too (the attention and
+the up- and downsampling of a U-Net). Where no list repeats anything, lists of one block are taken, or
 else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
 """
 
@@ -54,10 +56,27 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     more = set(_search(model, parents, lambda children: [child for child in children if type(child) in kinds], kinds))
     inside = {part for block in more - found for part in block.modules()}  # as the experts of a block on its own
     found = (found - inside) | more
-    found.update(_beside(model, found))
+    found = _without_stages(found.union(_beside(model, found)))
     found = {module for module in found if _count_products(module) > 1} or found
+    found.update(_alone(model, found))
     found.update(_marked(model, found))
     return [module for module in model.modules() if module in found]
+
+
+def _without_stages(found: set[nn.Module]) -> set[nn.Module]:
+    """The same, with what it lists in place of a block that lists blocks of a class that is found outside of it."""
+    kinds = {type(module) for module in found} - {nn.Sequential}
+    listed = {
+        module: {
+            part
+            for each in module.modules()
+            if isinstance(each, _LISTS)
+            for part in each.children()
+            if type(part) in kinds - {type(module)}
+        }
+        for module in found
+    }
+    return {block for module in found for block in listed[module] or (module,)}
 
 
 def _marked(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
@@ -84,6 +103,20 @@ def _beside(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
             block for stage in stages for block in stage
         ):
             blocks += [child for stage in stages if found.isdisjoint(stage) for child in _any(list(stage))]
+    return blocks
+
+
+def _alone(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
+    """The single block of a list that stands beside a list of blocks in one module, as a U-Net's attention.
+
+    With one product, too: what enlarges images between blocks frees what its convolution is given, and runs none again.
+    """
+    blocks: list[nn.Module] = []
+    for holder in model.modules():
+        lists = [child for child in holder.children() if type(child) is nn.ModuleList]
+        if not found.isdisjoint(block for each in lists for block in each):
+            alone = [each[0] for each in lists if len(each) == 1 and found.isdisjoint(each[0].modules())]
+            blocks += [block for block in _any(alone) if _count_products(block)]
     return blocks
 
 
