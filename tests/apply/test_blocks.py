@@ -206,6 +206,44 @@ def test_stages_of_which_two_have_the_same_sizes_are_passed_through() -> None:
         assert [place.class_name for place in handle.places] == ["Stage"] * 6
 
 
+class ConvNorm(nn.Sequential):
+    """A convolution with its norm."""
+
+    def __init__(self, given: int, width: int) -> None:
+        super().__init__(nn.Conv2d(given, width, 3, padding=1), nn.BatchNorm2d(width))
+
+
+class Bottleneck(nn.Module):
+    """A block that lists its convolutions, as those of ResNet and RegNet in Transformers."""
+
+    def __init__(self, given: int, width: int) -> None:
+        super().__init__()
+        self.shortcut = nn.Identity() if given == width else nn.Conv2d(given, width, 1)
+        self.layer = nn.Sequential(ConvNorm(given, width), ConvNorm(width, width), ConvNorm(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.shortcut(x) + self.layer(x)
+        return result
+
+
+class BottleneckStage(nn.Module):
+    def __init__(self, given: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Bottleneck(width if n else given, width) for n in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+@pytest.mark.parametrize("depths", [(2, 2, 2), (2, 3, 1), (1, 2, 1)])
+def test_blocks_that_list_their_convolutions_are_no_stages_of_stages(depths: tuple[int, ...]) -> None:
+    stages = [BottleneckStage(4 << n, 8 << n, depth) for n, depth in enumerate(depths)]
+    with recollect.apply(nn.ModuleDict({"stages": nn.ModuleList(stages)})) as handle:
+        assert {place.class_name for place in handle.places} == {"Bottleneck"}
+        assert len(handle.places) == sum(depths)
+
+
 class Middle(nn.Module):
     """Blocks in one list, and what stands between them in others."""
 

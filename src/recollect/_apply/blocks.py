@@ -44,8 +44,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     >>> [name for name, module in model.named_modules() if module in find_blocks(model)]
     ['1.0', '1.1']
     """
+    in_stages: set[nn.Module] = set()
     found = set(
-        _search(model, _LISTS, _repeated)
+        _search(model, _LISTS, _repeated, in_stages=in_stages)
         or _repeated(_search(model, _LISTS, _any))  # stages of one block each
         or _search(model, (nn.ModuleList,), _any)
     )
@@ -53,7 +54,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     found = found or set(_search(model, parents, _repeated_by_hand))
     # A stage may have only one of what others repeat: the same class counts there too, if it is held in the same way.
     kinds = {type(module) for module in found} - {nn.Sequential}
-    more = set(_search(model, parents, lambda children: [child for child in children if type(child) in kinds], kinds))
+    of_kinds: Choose = lambda children: [child for child in children if type(child) in kinds]  # noqa: E731
+    more = set(_search(model, parents, of_kinds, kinds, in_stages=in_stages))
     inside = {part for block in more - found for part in block.modules()}  # as the experts of a block on its own
     found = (found - inside) | more
     found = _without_stages(found.union(_beside(model, found)))
@@ -65,7 +67,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _without_stages(found: set[nn.Module]) -> set[nn.Module]:
     """The same, with what it lists in place of a block that lists blocks of a class that is found outside of it."""
-    kinds = {type(module) for module in found} - {nn.Sequential}
+    kinds = {type(module) for module in found if _count_products(module) > 1} - {nn.Sequential}
     listed = {
         module: {
             part
@@ -134,11 +136,16 @@ def _search(
     parents: tuple[type[nn.Module], ...],
     choose: Choose,
     known: Collection[type[nn.Module]] = (),
+    *,
     around: frozenset[nn.Module] = frozenset(),
+    in_stages: set[nn.Module] | None = None,
 ) -> list[nn.Module]:
-    """The outermost blocks under parents of these classes; a single one of a class known for blocks is not a stage."""
+    """The outermost blocks under parents of these classes; a single one of a class known for blocks is not a stage.
+
+    What is inside of stages is added to `in_stages`.
+    """
     found: dict[nn.Module, None] = {}
-    seen = set(around)
+    seen, in_stages = set(around), set() if in_stages is None else in_stages
     stack = [model]
     while stack:
         module = stack.pop()
@@ -150,8 +157,10 @@ def _search(
         if isinstance(module, parents):
             for blocks in _by_class(choose(children)):
                 is_known = len(blocks) == 1 and type(blocks[0]) in known
-                if is_known or not _are_stages(blocks, frozenset(seen)):
+                if is_known or not _are_stages(blocks, frozenset(seen), in_stage=module in in_stages):
                     found.update(dict.fromkeys(blocks))
+                else:
+                    in_stages.update(part for stage in blocks for part in stage.modules())
         stack.extend(reversed(children))
     return list(found)
 
@@ -194,18 +203,21 @@ def _is_block(module: nn.Module) -> bool:
     return bool(parts) or not is_layer or issubclass(kind, nn.RNNBase)
 
 
-def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module]) -> bool:
+def _are_stages(blocks: list[nn.Module], seen: frozenset[nn.Module], *, in_stage: bool) -> bool:
     """Whether no two of them have the same sizes, while all hold blocks and some of those do; or each lists many.
 
-    Of four or more that each list several, two may have: in the decoder of Stable Diffusion's autoencoder two stages of
-    four do. The first block of a stage often has other sizes than the rest, so that in a stage of two no sizes are the
-    same.
+    In a stage, those that hold blocks of one product only are none: as the layers of Transformers' ResNet and RegNet,
+    which list their convolutions. Of four or more that each list several, two may have the same sizes: in the decoder
+    of Stable Diffusion's autoencoder two stages of four do. The first block of a stage often has other sizes than the
+    rest, so that in a stage of two no sizes are the same.
     """
     listed = [_search(block, _LISTS, _repeated, around=seen) for block in blocks]
     inner = [
         held or _numbered(block) or _search(block, _LISTS, _any, around=seen)
         for block, held in zip(blocks, listed, strict=True)
     ]
+    if in_stage and all(_count_products(part) == 1 for held in inner for part in held):
+        return False
     if all(len(held) >= _MANY for held in inner) and all(isinstance(block, _LISTS) for block in blocks):
         return True
     if any(_is_list_of_blocks(block, held) for block, held in zip(blocks, inner, strict=True)):

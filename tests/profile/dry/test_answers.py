@@ -27,6 +27,8 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
         (3, 4),
         "a check with all()",
     ),  # Dynamo turns the check off where it was used
+    "whether to drop": (lambda x: bool(x.dim() == 2 and torch.rand(1) > 0.1), True, "a random number"),
+    "whether to keep": (lambda x: bool(x.dim() == 2 and torch.rand([]) < 0.1), False, "a random number"),
     "equality": (lambda x: torch.equal(x, x + 1), False, "a comparison of two tensors"),
     "NaN": (lambda x: bool(x.isnan().sum() == 0), True, "a test for NaN"),
     "infinity": (lambda x: bool(torch.isfinite(x).all()), True, "a test for NaN"),

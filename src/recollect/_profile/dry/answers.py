@@ -3,6 +3,7 @@
 | asked for | answer |
 |---|---|
 | a float (``.item()``) | 1.0: floats scale and are logged |
+| a single random number (``torch.rand``) | 0.5: a layer or adapter that is seldom dropped is not |
 | an index, out of ``nonzero``, ``topk`` and the like | 0, unless all places are taken as true: then each in turn |
 | whether all are (``all``) | True: checks of arguments pass |
 | whether any is (``any``) of a one-hot mask, or of choices that equal a number | True: each expert has tokens |
@@ -104,6 +105,10 @@ class Answers(DispatchMode):
             self._say("a test for NaN or infinity", "no")
             with without_dispatch_modes():
                 note_known(result, torch.full(result.shape, name not in _UNUSUAL))
+        if name == "aten.rand.default" and result.numel() == 1:
+            self._say("a random number", "0.5")
+            with without_dispatch_modes():
+                note_known(result, torch.full(result.shape, 0.5, dtype=result.dtype))
         self._remember(name, args, result)
         return result
 
