@@ -241,3 +241,58 @@ def be_ready_twice() -> None:
 
 def test_ddp_would_say_so_if_weights_were_ready_twice(ranks: Ranks) -> None:
     ranks.run(be_ready_twice)
+
+
+class Wide(nn.Module):
+    """Layers of 2 MiB each, so that there is more than one bucket to a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3))
+        self.layers = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def train_compiled(rules: str | None) -> tuple[list[Tensor], int, int]:
+    """The gradients of a step, how many graphs DDP cuts it into, and the bytes that those keep besides parameters."""
+    from torch._dynamo import lookup_backend
+
+    torch.manual_seed(0)
+    model, graphs, kept_bytes = Wide(), 0, 0
+    if rules is not None:
+        recollect.apply(model, rules)
+
+    def compile_each(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def keep(saved: Tensor) -> Tensor:
+        nonlocal kept_bytes
+        kept_bytes += 0 if isinstance(saved, nn.Parameter) else saved.nbytes
+        return saved
+
+    step = torch.compile(DistributedDataParallel(model, bucket_cap_mb=3), backend=compile_each)
+    x = torch.randn(8, 256) + distributed.get_rank()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        loss = step(x)
+    loss.backward()
+    torch.compiler.reset()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], graphs, kept_bytes
+
+
+def compare_compiled() -> None:
+    plain, _, plain_bytes = train_compiled(None)
+    for rules in ("full", "selective"):
+        found, graphs, kept_bytes = train_compiled(rules)
+        assert graphs > 1  # of which one may be less than plain: no region is cut in two
+        assert kept_bytes < plain_bytes
+        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def test_compiled_regions_stay_regions_where_ddp_cuts_the_graph_at_its_buckets(ranks: Ranks) -> None:
+    ranks.run(compare_compiled)
