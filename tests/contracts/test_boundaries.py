@@ -17,6 +17,7 @@ MAY_TOUCH_PRIVATE = ("recollect._core.torch_private", "recollect._compile")
 FREE_OF_TORCH = (
     "recollect._plan",
     "recollect._report",
+    "recollect._core.argument_text",
     "recollect._core.alternatives",
     "recollect._core.calls",
     "recollect._core.decisions",

@@ -649,7 +649,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         on_oom(run_out)
     with pytest.raises(TypeError, match=r"to=3: expected a stream, such as sys\.stderr or an open file, or a function"):
         on_oom(to=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="top=-1: expected 0 or more"):
+    with pytest.raises(ValueError, match="top=-1: expected a whole number of at least 0"):
         on_oom(top=-1)
 
     def steps() -> Iterator[int]:

@@ -405,7 +405,7 @@ def test_what_has_no_graph_is_refused(loss: Any, error: type[Exception], text: s
 
 
 def test_a_negative_number_of_lines_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^top=-1: expected 0 or more$"):
+    with pytest.raises(ValueError, match=r"^top=-1: expected a whole number of at least 0$"):
         print_saved(leaf(1).exp(), top=-1)
 
 

@@ -116,7 +116,7 @@ JOIN = (
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, f"{EXPECTED}NoneType None"),
+        (None, f"{EXPECTED}None"),
         ("save_matmuls", f"{EXPECTED}str 'save_matmuls'"),
         ([policies.save_matmuls], f"{EXPECTED}list [save_matmuls]{JOIN}"),
         ({"layers.*": policies.save_all}, f"{EXPECTED}dict {{'layers.*': save_all}}{JOIN}"),

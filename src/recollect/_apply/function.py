@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.scope import override
 from recollect._core.torch_private.torchscript import is_tracing
 from recollect._core.units import count_noun
@@ -130,10 +133,8 @@ def checkpoint(
         )
         raise TypeError(message)
     if unknown:
-        otherwise = (
-            "pass the function's own arguments to what checkpoint returns, as in "
-            "recollect.checkpoint(fn)(x, name=value)"
-        )
+        otherwise = "pass the function's own arguments to what checkpoint returns, as in "
+        otherwise += "recollect.checkpoint(fn)(x, name=value)"
         refuse_unknown("recollect.checkpoint", unknown, (*OPTIONS, "name"), otherwise)
     if fn is None:
         return functools.partial(
@@ -146,10 +147,8 @@ def checkpoint(
             offload_inputs=offload_inputs,
             offload_to=offload_to,
         )
-    if not callable(fn):
-        message = f"recollect.checkpoint expects a function or module first, not {type(fn).__name__} {fn!r}; "
-        message += "call it as recollect.checkpoint(fn)(*args)"
-        raise TypeError(message)
+    if not isinstance(fn, FunctionType) or fn.__code__.co_flags & _STARTS_ONLY:
+        _check_others(fn)
     choices = parse_choices(
         policy=policy,
         preserve_rng=preserve_rng,
@@ -158,7 +157,7 @@ def checkpoint(
         offload_inputs=offload_inputs,
         offload_to=offload_to,
     ).suited(_module_of(fn))
-    name = name or name_of(fn)
+    name = name_of(fn) if name is None else _check_name(name)
     call, checked = choices.region(name, fn).call, choices.policy
     elsewhere, sends = choices.elsewhere, choices.sends
     tally, caches = choices.tally, cache_classes()
@@ -182,6 +181,48 @@ def checkpoint(
         wrapper.__name__, wrapper.__qualname__ = fn.__name__, fn.__qualname__
         wrapper.__module__, wrapper.__doc__ = fn.__module__, fn.__doc__
     return wrapper
+
+
+_STARTS_ONLY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _check_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        message = f"name={short_repr(name)}: expected text for errors and reports to call the region"
+        raise ValueError(message)
+    return name
+
+
+def _check_others(fn: Any) -> None:
+    """Refuse what cannot be called, does not compute when it is called, or not in Python.
+
+    Raises:
+        TypeError: it is nothing to call, a class, or a function that only starts something.
+        ValueError: it is compiled by TorchScript, or a container of modules.
+    """
+    if not callable(fn):
+        message = f"recollect.checkpoint expects a function or module first, not {describe_argument(fn)}; "
+        message += "call it as recollect.checkpoint(fn)(*args)"
+        raise TypeError(message)
+    if isinstance(fn, type):
+        message = (
+            f"recollect.checkpoint expects a function or module first, not the class {fn.__name__}: calling a class "
+            "only makes an object.\n"
+            f"Pass an instance, as in recollect.checkpoint({fn.__name__}(...)), or decorate its forward."
+        )
+        raise TypeError(message)
+    if isinstance(fn, FunctionType):
+        message = f"recollect.checkpoint expects a function that computes when it is called; calling {fn.__name__} only"
+        message += " starts a generator or coroutine"
+        raise TypeError(message)
+    why = ""
+    if isinstance(fn, torch.jit.ScriptModule):
+        why = "it is compiled by TorchScript and has no Python code to run again: use the original module"
+    elif isinstance(fn, nn.ModuleList | nn.ModuleDict):
+        why = "it holds modules and has no forward: pass one of them, or use recollect.apply(model)"
+    if why:
+        message = f"{type(fn).__name__} cannot be made a region: {why}"
+        raise ValueError(message)
 
 
 def _module_of(fn: Callable[..., Any]) -> nn.Module | None:

@@ -12,6 +12,7 @@ from torch import nn
 from recollect._apply.applied import AppliedPlace, describe_effect, describe_places, write_html
 from recollect._apply.instance_forward import InstanceForward
 from recollect._apply.stand_in import StandIn
+from recollect._core.argument_text import describe_argument
 from recollect._core.profiles import Profile
 from recollect._core.units import count_noun
 from recollect._offload.accounts import OffloadReport
@@ -87,6 +88,13 @@ class Applied:
         0-3     Sequential  recompute  repeated blocks
         frees ... KiB of a peak of ... KiB (...%), ..., as profiled
         """
+        for given in (before, after):
+            if not isinstance(given, Profile):
+                message = (
+                    f"compare expects two profiles, before and after, not {describe_argument(given)}: take them with "
+                )
+                message += "recollect.profile"
+                raise TypeError(message)
         found = (after.peak_bytes, before.peak_bytes, after.step_s, before.step_s)
         self._effect = describe_effect(*found, how="as profiled")
 

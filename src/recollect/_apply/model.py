@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -44,8 +43,10 @@ from recollect._apply.rules import (
 )
 from recollect._apply.stand_in import StandIn
 from recollect._apply.targets import Target, by_name, find_targets
+from recollect._core.argument_text import describe_argument
 from recollect._core.decisions import Decision
 from recollect._core.plans import Plan
+from recollect._core.profiles import Profile
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload
 from recollect._policy.base import PolicyLike
@@ -122,7 +123,7 @@ def apply(
     ValueError: pattern 'layers.*' matches no module of Sequential; did you mean '*'...
     """
     if not isinstance(model, nn.Module):
-        message = f"recollect.apply expects a torch.nn.Module first, not {type(model).__name__} {reprlib.repr(model)}"
+        message = f"recollect.apply expects a torch.nn.Module first, not {describe_argument(model)}"
         raise TypeError(message)
     if unknown:
         otherwise = "it takes 'rules', 'policy', 'every' and 'first'; give other options to modules, as in "
@@ -196,11 +197,29 @@ def remove(model: nn.Module) -> None:
     >>> recollect.remove(twin)
     """
     if not isinstance(model, nn.Module):
-        message = f"recollect.remove expects a torch.nn.Module, not {type(model).__name__} {reprlib.repr(model)}"
+        message = f"recollect.remove expects a torch.nn.Module, not {describe_argument(model)}"
         raise TypeError(message)
     for module in model.modules():
         for entry in list(entries_of(module)):
             entry.take_away()
+
+
+def check_request(
+    rules: Rules | None, *, policy: PolicyLike | str | None, every: int | None, first: int | None
+) -> None:
+    """Refuse what `apply` would refuse for any model, for those who will apply it later.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        TypeError: it has the wrong type.
+    """
+    rules = _join_policy(rules, policy)
+    _check_count("every", every)
+    _check_count("first", first)
+    if isinstance(rules, Mapping):
+        parse_rules(rules)
+    elif not isinstance(rules, Plan):
+        _parse_for_blocks(rules)
 
 
 def _join_policy(rules: Rules | None, policy: PolicyLike | str | None) -> Rules | None:
@@ -238,11 +257,14 @@ def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, i
     value: Value = Decision.RECOMPUTE if rules is None or isinstance(rules, str) else rules
     if isinstance(rules, str):
         value, every = parse_preset(rules)
+    elif isinstance(value, Profile):
+        message = "rules: this is a profile. Make a plan from it: recollect.plan(profile, budget=...)"
+        raise TypeError(message)
     elif not callable(value) and not isinstance(value, (Decision, Offload)):
         message = (
             f"rules: expected one of {', '.join(map(repr, PRESETS))}, a recollect.Decision, a policy, "
             "or a mapping from name patterns, classes or predicates to what to do; not "
-            f"{type(rules).__name__} {rules!r}"
+            f"{describe_argument(rules)}"
         )
         raise TypeError(message)
     away = read_away(value)

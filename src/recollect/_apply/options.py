@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +12,8 @@ from torch import distributed, nn
 
 from recollect._apply.forwards import functions_in
 from recollect._apply.offloading import Elsewhere, Sending, parse_elsewhere
+from recollect._core.argument_text import short_repr
+from recollect._core.decisions import Decision
 from recollect._core.patterns import did_you_mean, nearest, quote_all
 from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active
@@ -25,6 +27,7 @@ from recollect._recompute.region import Region
 from recollect._recompute.rng import parse_preserve
 from recollect._recompute.way import Options
 from recollect._selective.region import SelectiveRegion
+from recollect.policies import __all__ as _catalogue
 
 _DEFAULTS = Options(preserve=parse_preserve(preserve=True), early_stop=True, matcher=Matcher())
 
@@ -146,10 +149,30 @@ def _parse_policy(policy: PolicyLike | str | None) -> Policy | None:
         return None
     if isinstance(policy, str):
         if policy != "selective":
-            message = f"policy={policy!r}: expected 'full', 'selective', one of recollect.policies or a function"
+            message = f"policy={short_repr(policy)}: expected 'full', 'selective', one of recollect.policies or a "
+            message += f"function{hint_at(policy)}"
             raise ValueError(message)
         return selective()
     return as_policy(policy)
+
+
+def hint_at(word: str) -> str:
+    """What a word that is none of ours probably means, to end an error with.
+
+    >>> hint_at("save_matmuls"), hint_at("recompute"), hint_at("selectiv"), hint_at("80%"), hint_at("layers")
+    ('; write recollect.policies.save_matmuls', '; write recollect.Decision.RECOMPUTE', "; did you mean 'selective'?",
+     '; for a budget, use recollect.fit(model, batch, budget=...)', '')
+    """
+    if word in _catalogue:
+        return f"; write recollect.policies.{word}"
+    if word in (decision.value for decision in Decision):
+        return f"; write recollect.Decision.{word.upper()}"
+    if _SIZE.fullmatch(word):
+        return "; for a budget, use recollect.fit(model, batch, budget=...)"
+    if word.endswith(".json") or word.startswith("{"):
+        return "; to read a plan, write recollect.Plan.from_json(Path('plan.json').read_text())"
+    near = nearest(word, ["full", "selective"])
+    return f"; {did_you_mean(near)}" if near else ""
 
 
 OPTIONS = ("policy", "preserve_rng", "early_stop", "check", "offload_inputs", "offload_to")
@@ -177,6 +200,8 @@ def parse_mapping(options: Mapping[str, Any]) -> Choices:
     return parse_choices(**options)
 
 
+_SIZE = re.compile(r"[\d.]+ ?(%|[kmgt]i?b?)", re.IGNORECASE)
+
 # What torch calls its options, and what to write here.
 _TORCHS = {
     "use_reentrant": "leave it out; there is only one engine (recollect.compat.checkpoint has torch's two)",
@@ -187,6 +212,7 @@ _TORCHS = {
     "gradient_checkpointing_kwargs": "leave it out",
     "budget": "use recollect.fit",
 }
+_APPLIES = {option: f"use recollect.apply(model, {option}=...)" for option in ("rules", "every", "first")}
 
 
 def refuse_unknown(caller: str, unknown: Mapping[str, Any], options: Iterable[str], otherwise: str) -> None:
@@ -209,8 +235,8 @@ def refuse_unknown(caller: str, unknown: Mapping[str, Any], options: Iterable[st
     """
     for name, value in unknown.items():
         near = nearest(name, list(options))
-        hint = _TORCHS.get(name) or (did_you_mean(near) if near else otherwise)
-        message = f"{caller} has no option {name}={reprlib.repr(value)}: {hint}"
+        hint = _TORCHS.get(name) or _APPLIES.get(name) or (did_you_mean(near) if near else otherwise)
+        message = f"{caller} has no option {name}={short_repr(value)}: {hint}"
         raise TypeError(message)
 
 

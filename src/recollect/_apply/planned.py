@@ -32,7 +32,8 @@ def choose_planned(
         ValueError: the plan was made for another model, or names no regions; or an option is given that is for rules.
     """
     if every is not None or first is not None:
-        message = f"every={every}, first={first} only work with rules: a plan already names its modules"
+        given = f"every={every}" if every is not None else f"first={first}"
+        message = f"{given} only works with rules: a plan already names its modules"
         raise ValueError(message)
     if not plan.regions and plan.choices:
         message = (

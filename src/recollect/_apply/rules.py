@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from recollect._apply.options import OPTIONS, Choices, parse_mapping
+from recollect._apply.options import OPTIONS, Choices, hint_at, parse_mapping
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision
 from recollect._core.patterns import compile_pattern
 from recollect._offload.offload import Offload, make_offload
@@ -115,7 +116,7 @@ def parse_value(value: str | PolicyLike | Mapping[str, Any]) -> tuple[Choices | 
         elif value == "selective":
             value = selective()
         else:
-            message = f"expected 'full' or 'selective', not {value!r}"
+            message = f"expected 'full' or 'selective', not {short_repr(value)}{hint_at(value)}"
             raise ValueError(message)
     if value is Decision.SAVE:
         return None, "save"
@@ -139,7 +140,7 @@ def _describe_key(key: object) -> str:
     if isinstance(key, type):
         return key.__name__
     if isinstance(key, nn.Module):
-        return f"the {type(key).__name__} given"
+        return f"<module {type(key).__name__}>"
     if isinstance(key, tuple):
         return f"({', '.join(map(_describe_key, key))})"
     return name_function(key) if callable(key) else repr(key)
@@ -158,11 +159,19 @@ def _parse_key(key: Key) -> Callable[[str, nn.Module], bool]:
     if isinstance(key, type | tuple) or not callable(key):
         message = (
             f"rule {_describe_key(key)}: expected a pattern over module names, a subclass of torch.nn.Module (or a "
-            f"tuple of them), or a function of the module; not {type(key).__name__} {key!r}"
+            f"tuple of them), or a function of the module; not {describe_argument(key)}"
         )
         raise TypeError(message)
     ask: Any = key
-    if _takes_name(key):
+    wants_name = _takes_name(key)
+    try:
+        inspect.signature(ask).bind(*(("name", None) if wants_name else (None,)))
+    except ValueError:  # a builtin without a signature
+        pass
+    except TypeError:
+        message = f"rule {_describe_key(key)}: expected a function of a module, or of its name and the module"
+        raise TypeError(message) from None
+    if wants_name:
         return lambda name, module: bool(ask(name, module))
     return lambda name, module: bool(ask(module))
 
@@ -205,8 +214,6 @@ def parse_preset(text: str) -> tuple[Value, int | None]:
             return "full", int(number)
         message = f"{text!r}: expected a whole number of at least 1 after 'every:', as in 'every:2'"
         raise ValueError(message)
-    message = (
-        f"{text!r} is not one of the ready-made rules {', '.join(map(repr, PRESETS))}.\n"
-        f"To name modules, write {{{text!r}: recollect.Decision.RECOMPUTE}}"
-    )
-    raise ValueError(message)
+    message = f"{short_repr(text)} is not one of the ready-made rules {', '.join(map(repr, PRESETS))}"
+    hint = hint_at(text) or f".\nTo name modules, write {{{text!r}: recollect.Decision.RECOMPUTE}}"
+    raise ValueError(message + hint)

@@ -36,7 +36,7 @@ class Target:
     def module(self) -> nn.Module:
         """The module that a region is made of: within FSDP's wrapper, around torch.compile's."""
         for module in self.chain:
-            if _COMPILED in vars(module)["_modules"]:
+            if _COMPILED in _children_of(module):
                 return module
         return self.chain[-1]
 
@@ -48,16 +48,19 @@ class Target:
     @property
     def is_compiled(self) -> bool:
         """Whether its inside is code of torch.compile, in which calls of modules cannot be seen."""
-        return any(_COMPILED in vars(module)["_modules"] for module in self.chain)
+        return any(_COMPILED in _children_of(module) for module in self.chain)
 
     @property
     def refusal(self) -> str | None:
         """Why no region can be made of it; None if one can."""
-        if any(_CHECKPOINTED in vars(module)["_modules"] for module in self.chain):
-            wrapper = next(type(m).__name__ for m in self.chain if _CHECKPOINTED in vars(m)["_modules"])
+        if any(_CHECKPOINTED in _children_of(module) for module in self.chain):
+            wrapper = next(type(m).__name__ for m in self.chain if _CHECKPOINTED in _children_of(m))
             return f"it is already wrapped in a {wrapper}: remove the wrapper, or leave this module out"
         if isinstance(self.chain[-1], jit.ScriptModule):
             return "it is compiled by TorchScript and has no Python code to run again: use the original module"
+        for path, part in self.chain[-1].named_modules():
+            if isinstance(part, jit.ScriptModule):
+                return f"its part '{path}' is compiled by TorchScript: use the original module there"
         if hasattr(type(forward_of(type(self.chain[-1]))), "__set__"):
             return "its class defines forward as a property, which cannot be replaced on an instance"
         return None
@@ -104,10 +107,15 @@ def _walk(
         return
     yield name, module
     is_replicated = isinstance(module, DistributedDataParallel | DataParallel)
-    for part, child in vars(module)["_modules"].items():
+    for part, child in _children_of(module).items():
         if child is not None:
             plain = "" if is_replicated and part == "module" else plain_path(part)
             yield from _walk(child, ".".join(filter(None, (name, plain))), (*around, module), visits)
+
+
+def _children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """What a module holds by which name. What TorchScript compiled keeps its own elsewhere, and is seen as one."""
+    return {} if isinstance(module, jit.ScriptModule) else vars(module)["_modules"]
 
 
 def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) -> str:

@@ -28,6 +28,7 @@ from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
 from recollect._compile.offloading import MARK, mark_offloaded
 from recollect._compile.ordering import keep_order
+from recollect._core.argument_text import short_repr
 from recollect._core.calls import Lifetime, OpCall
 from recollect._core.decisions import Decision, Site
 from recollect._core.plans import Choice, Plan
@@ -174,7 +175,17 @@ def partitioner(
     if sum(one is not None for one in (plan, planner, budget)) != 1:
         message = "partitioner takes a plan or policy, a planner, or a budget: pass one of the three"
         raise TypeError(message)
+    for name, given in (("planner", planner), ("report", report)):
+        if given is not None and not callable(given):
+            message = f"{name}={short_repr(given)}: expected a function"
+            raise TypeError(message)
+    if isinstance(plan, str):
+        message = f"partitioner({plan!r}): expected a plan or a policy. A budget is passed by name: budget={plan!r}"
+        raise TypeError(message)
     key: str | None = None
+    if isinstance(budget, str) and "%" in budget:
+        message = f"budget={budget!r}: a graph does not say how much memory its device has. Give bytes, as in '4GiB'"
+        raise ValueError(message)
     if budget is not None:
         import_scipy()
         choose = _by_planner(plan_within(parse_budget(budget)))

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import json
+import os
 import reprlib
 import types
 import typing
@@ -45,6 +46,10 @@ def read_document(text: str, record: type[R], *, kind: str, version: int) -> R:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError, TypeError) as error:
         message = f"expected a recollect {kind} as JSON: {error}"
+        if isinstance(text, (str, os.PathLike)) and str(text).endswith(".json"):
+            message = (
+                f"expected a recollect {kind} as JSON, not the name of a file: pass Path({str(text)!r}).read_text()"
+            )
         raise ValueError(message) from None
     found = data.pop(_KIND, None) if isinstance(data, dict) else None
     if found != kind:

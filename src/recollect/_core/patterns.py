@@ -7,6 +7,8 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 
+from recollect._core.argument_text import describe_argument
+
 _REGEX = "re:"
 _SHOWN = 5
 _ALIKE = 0.6
@@ -34,7 +36,7 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
     (True, False)
     """
     if not isinstance(text, str):
-        message = f"expected a pattern as a string, not {type(text).__name__} {text!r}"
+        message = f"expected a pattern as a string, not {describe_argument(text)}"
         raise TypeError(message)
     if not text.removeprefix(_REGEX):
         message = f"pattern {text!r} is empty; '**' matches every path"

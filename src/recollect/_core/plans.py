@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision, Site
 from recollect._core.documents import read_document, write_document
 from recollect._core.forecasts import Fingerprint, Forecast, PlannedRegion
@@ -44,6 +45,9 @@ class Choice:
     is_exact: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.decision, Decision):
+            message = f"decision={short_repr(self.decision)}: expected a recollect.Decision, such as Decision.SAVE"
+            raise TypeError(message)
         if self.is_exact and None in (self.region, self.module, self.op, self.call, self.output):
             message = f"{self}: an exact choice needs a region, a module, an op, a call and an output"
             raise ValueError(message)
@@ -148,6 +152,9 @@ class Plan:
         >>> print(Plan(regions=(full,)).diff(Plan()))
         layers.0: rerun -> plain
         """
+        if not isinstance(other, Plan):
+            message = f"diff expects another plan, not {describe_argument(other)}"
+            raise TypeError(message)
         mine, theirs = ({region.path: region for region in plan.regions} for plan in (self, other))
         lines = [
             f"{path}: {_describe_region(mine.get(path))} -> {_describe_region(theirs.get(path))}"

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
+from recollect._core.argument_text import describe_argument
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -104,6 +106,10 @@ def region(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     _check_name("region", name)
 
     def transform(fn: Callable[P, T]) -> Callable[P, T]:
+        if not callable(fn):
+            message = f"recollect.region({name!r}) expects a function, not {describe_argument(fn)}: it is a decorator"
+            raise TypeError(message)
+
         def named(*args: P.args, **kwargs: P.kwargs) -> T:
             if is_dynamo_compiling():
                 from recollect._core.torch_private.naming import call_named_in_graph
@@ -153,7 +159,9 @@ def name(value: T, name: str) -> T:
 
 def _check_name(function: str, name: object) -> None:
     if not isinstance(name, str) or not name:
-        message = f"recollect.{function} needs a name, a non-empty string, not {name!r}"
+        message = f"recollect.{function} needs a name, a non-empty string, not {describe_argument(name)}"
+        if isinstance(name, FunctionType):
+            message += f": write @recollect.{function}({name.__name__!r})"
         raise TypeError(message)
 
 

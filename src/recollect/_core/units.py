@@ -32,10 +32,14 @@ def format_bytes(count: int) -> str:
     raise AssertionError
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, option: str = "") -> int:
     """Read a number of bytes: a whole number, or text with a decimal (KB, MB, ...) or binary (KiB, MiB, ...) unit.
 
     Case does not matter. Text that does not come to whole bytes is rounded.
+
+    Args:
+        size: the number or text.
+        option: what its user passed it as, for errors.
 
     Raises:
         ValueError: the text has no such form, or the number is negative.
@@ -48,20 +52,21 @@ def parse_bytes(size: int | str) -> int:
     ...
     ValueError: size '1 mile': expected bytes as a whole number, or as text like '512 KB' or '1.5 GiB'
     """
+    given = f"{option}={size!r}" if option else f"size {size!r}"
     expected = "expected bytes as a whole number, or as text like '512 KB' or '1.5 GiB'"
     if isinstance(size, str):
         found = _SIZE.fullmatch(size)
         unit = _BY_LOWER_CASE.get(found[2].lower()) if found else None
         if found is None or unit is None:
-            message = f"size {size!r}: {expected}"
+            message = f"{given}: {expected}"
             raise ValueError(message)
         rounded: int = round(Fraction(found[1]) * unit)
         return rounded
     if isinstance(size, bool) or not isinstance(size, int):
-        message = f"size {size!r}: {expected}"
+        message = f"{given}: {expected}"
         raise TypeError(message)
     if size < 0:
-        message = f"size {size}: a number of bytes cannot be negative"
+        message = f"{given}: a number of bytes cannot be negative"
         raise ValueError(message)
     return size
 

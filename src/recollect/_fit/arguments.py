@@ -12,16 +12,25 @@ from torch.utils.data import Dataset
 
 from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import find_targets
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._plan.budget import parse_budget
 
 _log = logging.getLogger("recollect")
 
-_ANY_DEVICE = 1 << 60  # bytes: a share of a device is read when it is known which
+ANY_DEVICE = 1 << 60  # bytes: a share of a device is read when it is known which
 
 
 def check_arguments(
-    model: object, batch: Any, *, budget: int | str, loss: object, step: object, optimizer: object, recover: bool
+    model: object,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: object,
+    step: object,
+    optimizer: object,
+    recover: bool,
+    progress: object,
 ) -> None:
     """Refuse what cannot work; what may be a mistake goes to the log.
 
@@ -30,17 +39,20 @@ def check_arguments(
         ValueError: it has a value that it cannot have.
     """
     if not isinstance(model, nn.Module):
-        found = f"the class {model.__name__}: pass an instance" if isinstance(model, type) else type(model).__name__
+        found = f"{describe_argument(model)}: pass an instance" if isinstance(model, type) else describe_argument(model)
         message = f"recollect.fit expects a torch.nn.Module first, not {found}"
         raise TypeError(message)
-    parse_budget(budget, device_bytes=_ANY_DEVICE)
-    for name, given in (("loss", loss), ("step", step)):
+    parse_budget(budget, device_bytes=ANY_DEVICE)
+    for name, given in (("loss", loss), ("step", step), ("progress", progress)):
         if given is not None and not callable(given):
-            message = f"{name}={given!r}: expected a function, not {type(given).__name__}"
+            message = f"{name}={short_repr(given)}: expected a function, not {type(given).__name__}"
             raise TypeError(message)
         if isinstance(given, type) and issubclass(given, nn.Module):
             message = f"{name}={given.__name__} is a class: pass an instance, as in {name}={given.__name__}()"
             raise TypeError(message)
+    if not isinstance(recover, bool):
+        message = f"recover={short_repr(recover)}: expected True or False"
+        raise ValueError(message)  # noqa: TRY004 (as for every other option)
     if step is not None and loss is not None:
         message = "recollect.fit: step= runs the whole step, including its loss; pass either step= or loss="
         raise ValueError(message)
@@ -93,6 +105,9 @@ def _check_optimizer(model: nn.Module, name: str, optimizer: object) -> None:
 
 
 def _check_regions(model: nn.Module, name: str) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        message = f"{name} is compiled by TorchScript and has no Python code to run again: fit the original module"
+        raise ValueError(message)  # noqa: TRY004 (a module of any other class would do)
     region = next((target.name for target in find_targets(model) if stand_in_of(target.module) is not None), None)
     if region is not None:
         message = (

@@ -101,7 +101,9 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     >>> model(torch.randn(512, 64)).sum().backward()
     >>> fitted.remove()
     """
-    check_arguments(model, batch, budget=budget, loss=loss, step=step, optimizer=optimizer, recover=recover)
+    check_arguments(
+        model, batch, budget=budget, loss=loss, step=step, optimizer=optimizer, recover=recover, progress=progress
+    )
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:

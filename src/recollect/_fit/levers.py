@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from recollect._apply.blocks import find_blocks
 from recollect._apply.levers import why_not
 from recollect._apply.targets import by_name, describe_unmatched, find_targets
+from recollect._core.argument_text import short_repr
 from recollect._core.calls import Phase
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, LEVERS, MICRO_BATCHES, PlannedLever
 from recollect._core.patterns import compile_pattern
@@ -47,6 +48,9 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
     >>> read_levers({"chunked_mlp", "chunked_loss"}, owns_step=True)
     {'chunked_loss': None, 'chunked_mlp': None}
     """
+    if not isinstance(levers, Iterable):
+        message = f"levers={short_repr(levers)}: expected names, as in {{'chunked_loss', 'micro_batches'}}"
+        raise TypeError(message)
     named = [levers] if isinstance(levers, str) else list(levers)
     for name in named:
         if name not in LEVERS:
@@ -61,7 +65,15 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
             )
         )
         raise ValueError(message)
-    return {name: levers[name] if isinstance(levers, Mapping) else None for name in LEVERS if name in named}
+    asked = {name: levers[name] if isinstance(levers, Mapping) else None for name in LEVERS if name in named}
+    for name, said in asked.items():
+        is_count = name == MICRO_BATCHES
+        if said is None or (is_count and type(said) is int and said > 0) or (not is_count and isinstance(said, str)):
+            continue
+        wanted = "a whole number of at least 1" if is_count else "the name of a module, or a pattern over names"
+        message = f"levers: {name!r} has the value {short_repr(said)}: expected {wanted}"
+        raise ValueError(message)
+    return asked
 
 
 @dataclass(slots=True, kw_only=True)

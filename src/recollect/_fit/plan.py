@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from recollect._core.argument_text import short_repr
 from recollect._core.errors import BudgetError
 from recollect._core.forecasts import CurvePoint, Forecast
 from recollect._core.plans import Plan
@@ -79,6 +80,15 @@ def plan(
             "one from a file: recollect.Profile.from_json(path.read_text()); to plan and apply at once: recollect.fit"
         )
         raise TypeError(message)
+    if not isinstance(name, str):
+        message = f"name={short_repr(name)}: expected text for reports to call the plan"
+        raise TypeError(message)
+    if progress is not None and not callable(progress):
+        message = f"progress={short_repr(progress)}: expected a function of two numbers"
+        raise TypeError(message)
+    if tiers is None and link_bytes_per_s is not None:
+        message = f"link_bytes_per_s={short_repr(link_bytes_per_s)} has no effect: nothing is offloaded. Pass tiers="
+        raise ValueError(message)
     import_scipy()
     wanted = _read_wish(budget) if isinstance(budget, Plan) else budget
     asked = parse_budget(wanted, device_bytes=find_device_bytes(profile))

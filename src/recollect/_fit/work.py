@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from recollect._apply.options import has_peers
+from recollect._core.argument_text import short_repr
 from recollect._core.profiles import Clock, Profile
 from recollect._core.spelling import choose_words
 from recollect._fit.overheads import measured_overheads
@@ -96,9 +97,9 @@ def read_tiers(tiers: str | Sequence[str]) -> str:
     >>> read_tiers(("host", "disk"))
     'host, disk'
     """
-    tier = tiers if isinstance(tiers, str) else ", ".join(map(str, tiers))
-    if tier not in _TIERS:
-        message = f"tiers={tiers!r}: expected 'host', 'disk', ('host', 'disk'), or None to offload nothing"
+    tier = ", ".join(map(str, tiers)) if isinstance(tiers, (tuple, list)) else tiers
+    if not isinstance(tier, str) or tier not in _TIERS:
+        message = f"tiers={short_repr(tiers)}: expected 'host', 'disk', ('host', 'disk'), or None to offload nothing"
         raise ValueError(message)
     return tier
 
@@ -116,7 +117,7 @@ def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None)
         message = f"{given}: the step already runs in host memory, so moving values there frees nothing.\n{way_out}"
         raise ValueError(message)
     if said is not None:
-        if said <= 0:
+        if isinstance(said, bool) or not isinstance(said, int | float) or said <= 0:
             message = f"link_bytes_per_s={said!r}: expected a number above 0"
             raise ValueError(message)
         return said

@@ -12,6 +12,7 @@ from torch import nn
 from recollect._apply.function import name_of
 from recollect._apply.handle import Applied
 from recollect._apply.stand_in import stand_in_of
+from recollect._core.argument_text import describe_argument
 from recollect._core.operators import operator_of
 from recollect._core.units import count_noun
 from recollect._policy.judging import BY_DEFAULT
@@ -64,7 +65,7 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
     if isinstance(target, Applied):
         return _explain_applied(target)
     if not callable(target):
-        message = f"recollect.explain expects a region, a function or a module, not {type(target).__name__} {target!r}"
+        message = f"recollect.explain expects a region, a function or a module, not {describe_argument(target)}"
         raise TypeError(message)
     region = _region_of(target)
     if region is not None:

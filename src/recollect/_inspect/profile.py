@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from recollect._apply.function import name_of
+from recollect._core.argument_text import short_repr
 from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.reachable import find_reachable, find_roots
 from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
+from recollect._policy.base import takes_one
 from recollect._selective.knowledge import Learned, learning_apart
 
 __recollect_role__ = Role.RUNNER
@@ -91,6 +93,9 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     >>> round(estimate.peak_bytes / 2**30)
     192
     """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        message = f"kwargs={short_repr(kwargs)}: expected a mapping from names to the model's keyword arguments"
+        raise TypeError(message)
     return profile_step(
         step_or_model,
         inputs,
@@ -129,13 +134,8 @@ def profile_step(  # noqa: PLR0913 (as above)
     runs once more, unwatched. What regions learn in a real step is written to `learned`, for a caller who keeps it.
     """
     values = [*inputs, *given.values()]
-    _check(step_or_model, loss, optimizer)
-    if not dry and (device is not None or dtype is not None):
-        message = (
-            f"device={device!r}, dtype={dtype!r} only work with dry=True: a real step runs on the model's own "
-            "device and in its own dtype"
-        )
-        raise ValueError(message)
+    _check(step_or_model, inputs, loss, optimizer)
+    _check_options(dry=dry, device=device, dtype=dtype, name=name, timed=timed, progress=progress)
     if isinstance(step_or_model, nn.Module):
         modules, optimizers = [step_or_model], list[torch.optim.Optimizer]()
     else:
@@ -180,8 +180,12 @@ def profile_step(  # noqa: PLR0913 (as above)
         return profiler.take(called.bind(profiler, inputs, given))
 
 
-def _check(step_or_model: object, loss: object, optimizer: object) -> None:
-    what = reprlib.repr(step_or_model)
+def _check(step_or_model: object, inputs: tuple[object, ...], loss: object, optimizer: object) -> None:
+    what = short_repr(step_or_model)
+    if any(isinstance(value, DataLoader) for value in inputs):
+        message = "recollect.profile expects the arguments of one step, not a DataLoader: pass a batch of it. "
+        message += "recollect.fit takes DataLoaders"
+        raise TypeError(message)
     if not callable(step_or_model):
         message = f"recollect.profile expects a model or a function that runs a step, not {what}"
         raise TypeError(message)
@@ -193,16 +197,48 @@ def _check(step_or_model: object, loss: object, optimizer: object) -> None:
             f"recollect.profile expects a function that runs a step when it is called; calling {what} only starts one"
         )
         raise TypeError(message)
+    if loss is not None and not callable(loss):
+        message = f"loss={short_repr(loss)}: expected a function from the model's output to the loss"
+        raise TypeError(message)
+    if loss is not None and not takes_one(loss.forward if isinstance(loss, nn.Module) else loss):
+        message = (
+            f"loss={short_repr(loss)} cannot be called with the model's output alone, as recollect.profile does.\n"
+            "Give it the targets: loss=lambda output: your_loss(output, targets). recollect.fit takes both as "
+            "(inputs, targets)"
+        )
+        raise TypeError(message)
     if loss is not None and not isinstance(step_or_model, nn.Module):
         message = f"loss= is for models: {what} is a function, which returns a loss or runs its backward"
         raise ValueError(message)
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
-        message = f"optimizer={reprlib.repr(optimizer)}: expected an optimizer of torch.optim, an instance or a class"
+        message = f"optimizer={short_repr(optimizer)}: expected an optimizer of torch.optim, an instance or a class"
         raise TypeError(message)
     if torch.is_inference_mode_enabled():
         message = "recollect.profile runs a training step, but inference mode is on: leave torch.inference_mode() first"
         raise ValueError(message)
+
+
+def _check_options(
+    *, dry: object, device: object, dtype: object, name: object, timed: object, progress: object
+) -> None:
+    for option, flag in (("dry", dry), ("timed", timed)):
+        if not isinstance(flag, bool):
+            message = f"{option}={short_repr(flag)}: expected True or False"
+            raise ValueError(message)  # noqa: TRY004 (as for every other option)
+    if not dry and (device is not None or dtype is not None):
+        given = f"device={short_repr(device)}" if device is not None else f"dtype={short_repr(dtype)}"
+        message = f"{given} only works with dry=True: a real step runs on the model's own device and in its own dtype"
+        raise ValueError(message)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        message = f"dtype={short_repr(dtype)}: expected a floating-point dtype, such as torch.bfloat16"
+        raise TypeError(message)
+    if name is not None and not isinstance(name, str):
+        message = f"name={short_repr(name)}: expected text for reports to call the profile"
+        raise TypeError(message)
+    if progress is not None and not callable(progress):
+        message = f"progress={short_repr(progress)}: expected a function of the number of calls so far"
+        raise TypeError(message)
 
 
 def _put_first(model: nn.Module | None, roots: list[nn.Module]) -> list[nn.Module]:

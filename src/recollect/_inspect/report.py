@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from recollect._apply.rules import parse_value
+from recollect._core.argument_text import short_repr
 from recollect._core.gains import Gain
 from recollect._core.profiles import Profile
 from recollect._plan.gains import find_gains
@@ -78,6 +79,10 @@ def report(
             raise ValueError(message)
         _print(profile, against, top)
         return
+    if not isinstance(to, (str, os.PathLike)):
+        hint = ". To compare two profiles, pass against=" if isinstance(to, Profile) else ""
+        message = f"recollect.report: to={short_repr(to)}: expected the path of a file to write{hint}"
+        raise TypeError(message)
     path = Path(to)
     if kind is None and not path.is_dir():
         kind = _find_kind(path)

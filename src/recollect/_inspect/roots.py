@@ -73,7 +73,8 @@ def list_modules(places: Places) -> Iterator[ModuleEntry]:
     for module, path in places.modules():
         if path not in seen:
             seen.add(path)
-            yield ModuleEntry(path=path, kind=type(vars(module)["_modules"].get(_COMPILED, module)).__name__)
+            compiled = next((child for name, child in module.named_children() if name == _COMPILED), module)
+            yield ModuleEntry(path=path, kind=type(compiled).__name__)
 
 
 def list_block_paths(places: Places, modules: Sequence[nn.Module]) -> Iterator[str]:

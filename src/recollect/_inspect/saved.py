@@ -139,8 +139,8 @@ def print_saved(loss: Any, *, top: int = 20) -> None:
     held by the graph: 2.00 KiB in 2 storages
     forgotten, to be recomputed: 2 tensors (2.00 KiB) of region 'f'
     """
-    if top < 0:
-        message = f"top={top}: expected 0 or more"
+    if isinstance(top, bool) or not isinstance(top, int) or top < 0:
+        message = f"top={top!r}: expected a whole number of at least 0"
         raise ValueError(message)
     sys.stdout.write(format_saved(describe_saved(loss), top=top))
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
+
+from recollect._core.argument_text import short_repr
 
 REDUCTIONS = ("mean", "sum", "none")
 _LEAST_ROWS_HOST, _LEAST_ROWS_DEVICE = 64, 512
@@ -74,6 +76,9 @@ def linear_cross_entropy(  # noqa: PLR0913 (those of cross_entropy)
     if reduction not in REDUCTIONS:
         message = f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'"
         raise ValueError(message)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        message = f"ignore_index={short_repr(ignore_index)}: expected a whole number"
+        raise TypeError(message)
     if not 0.0 <= label_smoothing <= 1.0:
         message = f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1"
         raise ValueError(message)
@@ -258,6 +263,12 @@ def _find_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+    tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias, "class_weight": class_weight}
+    for name, given in tensors.items():
+        if not isinstance(given, Tensor) and (given is not None or name in {"hidden", "weight", "targets"}):
+            hint = f"; of a layer, pass its {name}" if isinstance(given, nn.Module) else ""
+            message = f"{name}={short_repr(given)}: expected a tensor{hint}"
+            raise TypeError(message)
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         message = f"targets are {targets.dtype}: expected class indices; probabilities are not supported"
         raise TypeError(message)

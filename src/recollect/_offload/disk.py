@@ -81,7 +81,12 @@ class DiskTier:
     def __init__(self, directory: str | os.PathLike[str] | None = None, limit: int | None = None) -> None:
         self.name, self.limit = "disk", limit
         folder = _private_temporary() if directory is None else Path(directory)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            why = "a file is there" if isinstance(error, FileExistsError) else error.strerror
+            message = f"cannot offload to disk in the directory {str(folder)!r}: {why}. Pass another one as directory="
+            raise OffloadError(message) from error
         remove_stale(folder)
         self.path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}"
         self._fd, self.is_direct = _create(self.path)

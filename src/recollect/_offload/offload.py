@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from recollect._core.argument_text import short_repr
 from recollect._core.timetables import IN_FLIGHT_BYTES, LEAST_BYTES
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._core.units import parse_bytes
@@ -249,6 +250,9 @@ def _read_options(  # noqa: PLR0917
     compress: str | None,
 ) -> _Options:
     tiers = check_tier(tier, "tier")
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        message = f"directory={short_repr(directory)}: expected a path"
+        raise TypeError(message)
     if directory is not None and "disk" not in tiers:
         message = f"directory={os.fspath(directory)!r} is for the disk tier, but tier={tier!r}. Pass tier='disk'"
         raise ValueError(message)
@@ -256,9 +260,10 @@ def _read_options(  # noqa: PLR0917
         message = f"wait={wait!r}: expected True or False"
         raise ValueError(message)  # noqa: TRY004 (as for every other option)
     Compression(compress)
-    most = None if limit is None else parse_bytes(limit)
+    most = None if limit is None else parse_bytes(limit, "limit")
     folder = None if directory is None else str(Path(directory).resolve())
-    return tiers, folder, parse_bytes(min_bytes), most, max(parse_bytes(in_flight), 1), wait, compress
+    least, flying = parse_bytes(min_bytes, "min_bytes"), parse_bytes(in_flight, "in_flight")
+    return tiers, folder, least, most, max(flying, 1), wait, compress
 
 
 def check_tier(tier: TierLike, option: str) -> tuple[str | Tier, ...]:
@@ -273,8 +278,8 @@ def check_tier(tier: TierLike, option: str) -> tuple[str | Tier, ...]:
         one in ("host", "disk") if isinstance(one, str) else isinstance(one, Tier) for one in tiers
     ):
         message = (
-            f"{option}={tier!r}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the methods "
-            "write, read, free and close"
+            f"{option}={short_repr(tier)}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the "
+            "methods write, read, free and close"
         )
         raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
     if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import nn
+
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision, Site
 
 PolicyLike = Callable[[Site], Decision] | Decision
@@ -34,6 +39,10 @@ class Policy(ABC):
     @abstractmethod
     def judge(self, site: Site) -> Verdict | None:
         """What happens to the value made at this site; None to leave it to others."""
+
+    def __or__(self, other: object) -> NoReturn:
+        message = f"policies have no |: write policies.first_match({self}, {short_repr(other)})"
+        raise TypeError(message)
 
     @property
     def sees_names(self) -> bool:
@@ -193,13 +202,13 @@ def as_policy(policy: PolicyLike) -> Policy:
     )
     if isinstance(policy, list | tuple | set | frozenset | dict):
         message = (
-            f"{expected}{type(policy).__name__} {policy!r}.\n"
+            f"{expected}{describe_argument(policy)}.\n"
             "Combine policies with policies.first_match(...), keep operators with policies.save_ops(...), "
             "tell regions apart with policies.per_region({...})."
         )
         raise TypeError(message)
-    if not callable(policy):
-        message = f"{expected}{type(policy).__name__} {policy!r}"
+    if not callable(policy) or isinstance(policy, nn.Module):
+        message = expected + describe_argument(policy)
         raise TypeError(message)
     if getattr(policy, "__annotations__", {}).get("return") in ("Policy", Policy):
         message = f"{name_function(policy)} makes a policy but is not one itself: call it"
@@ -207,7 +216,33 @@ def as_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, type):
         message = f"{expected}the class {policy.__name__}"
         raise TypeError(message)
+    if getattr(sys.modules.get("recollect"), getattr(policy, "__name__", ""), None) is policy:
+        message = f"{expected}recollect.{policy.__name__} itself"
+        raise TypeError(message)
+    if not takes_one(policy):
+        message = (
+            f"policy {name_function(policy)} cannot be called with one argument: a policy gets a recollect.Site and "
+            "returns a recollect.Decision.\n"
+            "Functions for torch's create_selective_checkpoint_contexts get other arguments: pass them to the one in "
+            "recollect.compat."
+        )
+        raise TypeError(message)
     return FunctionPolicy(policy)
+
+
+def takes_one(fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as its signature says.
+
+    >>> takes_one(len), takes_one(lambda site: site), takes_one(lambda ctx, op, *args: op)
+    (True, True, False)
+    """
+    try:
+        inspect.signature(fn).bind(None)
+    except ValueError:  # a builtin without one
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def name_function(fn: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recollect._core.argument_text import describe_argument
 from recollect._core.decisions import Decision, Site
 from recollect._core.patterns import compile_pattern
 from recollect._policy.base import DecisionPolicy, Policy, PolicyLike, Verdict, as_policy
@@ -254,7 +255,7 @@ def per_region(policies: Mapping[str, PolicyLike]) -> Policy:
     """
     if not isinstance(policies, Mapping):
         message = "per_region expects a mapping from patterns over region names to policies, not "
-        message += f"{type(policies).__name__} {policies!r}"
+        message += describe_argument(policies)
         raise TypeError(message)
     if not policies:
         message = "per_region({}) names no region; to save nothing, use save_nothing"

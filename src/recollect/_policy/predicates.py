@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Site
-from recollect._policy.base import identify, name_function
+from recollect._policy.base import identify, name_function, takes_one
 
 _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
@@ -135,7 +136,9 @@ class Field:
 
     def _compare(self, sign: str, bound: float) -> Predicate:
         if isinstance(bound, bool) or not isinstance(bound, int | float):
-            return NotImplemented  # type: ignore[no-any-return]
+            message = f"{self} {sign} {short_repr(bound)}: expected a number"
+            message += ", as in nbytes > 2**20; for anything else, pass save_if a function of a site"
+            raise TypeError(message)
         return Comparison(self._attribute, self._word, sign, bound)
 
 
@@ -162,6 +165,10 @@ def as_predicate(predicate: Callable[[Site], bool]) -> Predicate:
         raise TypeError(message)
     if not callable(predicate):
         message = "save_if expects a comparison such as flops_per_byte > 100, or a function from a recollect.Site to "
-        message += f"True or False; not {type(predicate).__name__} {predicate!r}"
+        message += f"True or False; not {describe_argument(predicate)}"
+        raise TypeError(message)
+    if not takes_one(predicate):
+        message = f"predicate {name_function(predicate)} cannot be called with one argument: save_if passes it a "
+        message += "recollect.Site, and expects True or False"
         raise TypeError(message)
     return FunctionPredicate(predicate)

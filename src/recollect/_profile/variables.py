@@ -48,7 +48,8 @@ class Variables:
 
     def watch(self, module: nn.Module) -> None:
         """A module is called: look at its code from now on."""
-        code = getattr(type(module).forward, "__code__", None)
+        forward = getattr(type(module), "forward", None)  # that of TorchScript cannot be read from the class
+        code = getattr(forward, "__code__", None)
         if code is not None:
             self._codes.add(code)
 

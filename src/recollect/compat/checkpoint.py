@@ -10,7 +10,9 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.function import name_of
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.scope import override
+from recollect._policy.base import Policy
 from recollect._recompute.match import Matcher
 from recollect._recompute.reentrant import CheckpointFunction
 from recollect._recompute.region import Region
@@ -75,6 +77,9 @@ def checkpoint(
         kwargs.pop("preserve_rng_state", True)
         contexts = None if context_fn is noop_context_fn else context_fn
         return call_in_graph("checkpoint", function, None, args, kwargs, contexts)
+    if not callable(function):
+        message = f"checkpoint expects a function or module first, not {describe_argument(function)}"
+        raise TypeError(message)
     if use_reentrant is None:
         warnings.warn(
             "checkpoint was called without use_reentrant: True is assumed, as in torch. Pass use_reentrant=False, "
@@ -109,6 +114,10 @@ def parse_options(
     Raises:
         ValueError: `determinism_check` has a value that it cannot have.
     """
+    if isinstance(context_fn, Policy) or (context_fn is not None and not callable(context_fn)):
+        hint = f": write recollect.checkpoint(fn, policy={context_fn})" if isinstance(context_fn, Policy) else ""
+        message = f"context_fn={short_repr(context_fn)}: expected a function that returns two context managers{hint}"
+        raise TypeError(message)
     return Options(
         preserve=parse_preserve(bool(preserve_rng_state)),
         early_stop=early_stop,

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from recollect._core.argument_text import describe_argument
 from recollect.compat.checkpoint import checkpoint
 
 
@@ -51,6 +52,10 @@ def checkpoint_sequential(
     if kwargs:
         message = f"unexpected keyword arguments: {', '.join(sorted(kwargs))}; expected preserve_rng_state"
         raise ValueError(message)
+    if isinstance(functions, Tensor) or not isinstance(functions, Iterable):
+        message = "checkpoint_sequential expects a Sequential or a list of functions first, not "
+        message += describe_argument(functions)
+        raise TypeError(message)
     chain: Sequence[Callable[..., Any]] = list(functions)
     if not chain:
         message = "checkpoint_sequential needs at least one function, but got none"

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.caches import cache_classes, without_cache
 from recollect._apply.sent_forward import offload_all
+from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.fsdp import run_policy
 from recollect._core.torch_private.functorch import transforms_active
@@ -43,11 +44,14 @@ class CheckpointImpl(Enum):
 class ActivationWrapper(nn.Module, ABC):
     """A module around another, which is its ``_checkpoint_wrapped_module``; subclasses say how it is called.
 
-    Attributes that the wrapper has not, and indexing, go to the wrapped module; so does setting one of the wrapped
-    module's own parameters, buffers or submodules.
+    Attributes that the wrapper does not have, and indexing, go to the wrapped module; so does setting one of the
+    wrapped module's own parameters, buffers or submodules.
     """
 
     def __init__(self, mod: nn.Module) -> None:
+        if not isinstance(mod, nn.Module):
+            message = f"{type(self).__name__} expects a torch.nn.Module, not {describe_argument(mod)}"
+            raise TypeError(message)
         super().__init__()
         self._checkpoint_wrapped_module = mod
         self.register_state_dict_post_hook(_hide_in_state)  # type: ignore[no-untyped-call]
@@ -272,6 +276,13 @@ def apply_activation_checkpointing(
     >>> [type(module).__name__ for module in model]
     ['CheckpointWrapper', 'ReLU']
     """
+    if not isinstance(model, nn.Module):
+        message = f"apply_activation_checkpointing expects a torch.nn.Module first, not {describe_argument(model)}"
+        raise TypeError(message)
+    for name, given in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
+        if not callable(given):
+            message = f"{name}={short_repr(given)}: expected a function of a module"
+            raise TypeError(message)
     if auto_wrap_policy is None:
         auto_wrap_policy = functools.partial(_checked, check_fn)
     if callable(auto_wrap_policy):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recollect._apply.handle import Applied
-from recollect._apply.model import Rules, apply
+from recollect._apply.model import Rules, apply, check_request
+from recollect._apply.options import refuse_unknown
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
@@ -32,6 +33,11 @@ class RecollectHook(ModelHook):
         policy: as for `recollect.apply`.
         every: as for `recollect.apply`.
         first: as for `recollect.apply`.
+        unknown: there are no other options.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        TypeError: an option is unknown, or has the wrong type.
 
     Attributes:
         handle: the handle from `recollect.apply`, while the hook is on a model.
@@ -57,7 +63,12 @@ class RecollectHook(ModelHook):
         policy: PolicyLike | str | None = None,
         every: int | None = None,
         first: int | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            options = ("rules", "policy", "every", "first")
+            refuse_unknown("RecollectHook", unknown, options, "it takes the arguments of recollect.apply")
+        check_request(rules, policy=policy, every=every, first=first)
         self._options: dict[str, Any] = {"rules": rules, "policy": policy, "every": every, "first": first}
         self.handle: Applied | None = None
 

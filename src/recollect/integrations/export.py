@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch.export import ExportedProgram
 
 from recollect._compile.exported import restore
+from recollect._core.argument_text import describe_argument
 
 __all__ = ["restore_regions"]
 
@@ -33,4 +34,7 @@ def restore_regions(program: ExportedProgram) -> list[str]:
     >>> restore_regions(program)
     ['0']
     """
+    if not isinstance(program, ExportedProgram):
+        message = f"restore_regions expects a program from torch.export.load, not {describe_argument(program)}"
+        raise TypeError(message)
     return restore(program.graph_module)

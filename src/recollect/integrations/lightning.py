@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recollect._apply.handle import Applied
-from recollect._apply.model import Rules, apply
+from recollect._apply.model import Rules, apply, check_request
+from recollect._apply.options import refuse_unknown
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
@@ -26,6 +27,11 @@ class RecollectCallback(Callback):
         policy: as for `recollect.apply`.
         every: as for `recollect.apply`.
         first: as for `recollect.apply`.
+        unknown: there are no other options.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        TypeError: an option is unknown, or has the wrong type.
 
     Attributes:
         handle: the handle from `recollect.apply`, during a fit.
@@ -41,7 +47,12 @@ class RecollectCallback(Callback):
         policy: PolicyLike | str | None = None,
         every: int | None = None,
         first: int | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            options = ("rules", "policy", "every", "first")
+            refuse_unknown("RecollectCallback", unknown, options, "it takes the arguments of recollect.apply")
+        check_request(rules, policy=policy, every=every, first=first)
         self._options: dict[str, Any] = {"rules": rules, "policy": policy, "every": every, "first": first}
         self.handle: Applied | None = None
 

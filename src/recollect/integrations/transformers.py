@@ -15,14 +15,19 @@ from torch.utils.data import IterableDataset
 
 from recollect._apply.caches import caches_left_out
 from recollect._apply.handle import Applied
-from recollect._apply.model import Rules, apply
+from recollect._apply.model import Rules, apply, check_request
+from recollect._apply.options import refuse_unknown
 from recollect._apply.targets import find_targets
+from recollect._core.patterns import quote_all
 from recollect._core.profiles import Profile
 from recollect._core.sharded import is_sharded
+from recollect._fit.arguments import ANY_DEVICE
 from recollect._fit.loaders import find_largest
 from recollect._fit.plan import plan
 from recollect._fit.ranks import Ranks
+from recollect._fit.work import read_tiers
 from recollect._inspect.profile import profile
+from recollect._plan.budget import parse_budget
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
@@ -34,6 +39,8 @@ else:
     PreTrainedModel = require("transformers", extra="transformers").PreTrainedModel
 
 _log = logging.getLogger("recollect")
+
+_OPTIONS = ("rules", "policy", "every", "first", "budget", "inputs", "optimizer", "tiers")
 
 
 def enable(  # noqa: PLR0913 (all but the first are for some)
@@ -47,6 +54,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     inputs: Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     tiers: str | Sequence[str] | None = None,
+    **unknown: Any,
 ) -> Applied:
     """Make a Transformers model recompute its layers; use it instead of ``gradient_checkpointing_enable()``.
 
@@ -66,12 +74,14 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
         inputs: for a budget, a batch: the keyword arguments that the model is called with, labels included.
         optimizer: for a budget, an optimizer or its class; its state counts too.
         tiers: for a budget, where values may be sent, as for `recollect.plan`: ``"host"``, ``"disk"``.
+        unknown: there are no other options; torch's are refused with what to write instead.
 
     Returns:
         A handle that prints what was applied where; its `remove` restores the model.
 
     Raises:
-        TypeError: the model is not a Transformers model and holds none, or the batch is not a mapping.
+        TypeError: the model is not a Transformers model and holds none, the batch is not a mapping, or an option is
+            unknown.
         ValueError: a budget is given without inputs, or together with rules; or an option that only a budget needs is
             given without one.
         BudgetError: no plan fits the budget.
@@ -100,6 +110,8 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
             "models use recollect.apply(model)"
         )
         raise TypeError(message)
+    if unknown:
+        refuse_unknown("enable", unknown, _OPTIONS, f"it takes {quote_all(_OPTIONS)}")
     by_hand = {"rules": rules, "policy": policy, "every": every, "first": first}
     _check_options(budget, by_hand, inputs=inputs, optimizer=optimizer, tiers=tiers)
     if budget is None:
@@ -130,6 +142,11 @@ def _check_options(budget: int | str | None, by_hand: Mapping[str, Any], **for_b
     if given:
         message = f"budget={budget!r} decides what to keep, so it cannot be combined with {', '.join(given)}"
         raise ValueError(message)
+    check_request(**by_hand)
+    if budget is not None:
+        parse_budget(budget, device_bytes=ANY_DEVICE)
+    if for_budget["tiers"] is not None:
+        read_tiers(for_budget["tiers"])
     inputs = for_budget["inputs"]
     if inputs is not None and not isinstance(inputs, Mapping):
         message = (

@@ -17,6 +17,7 @@ from typing import ParamSpec, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import nn
 
+from recollect._core.argument_text import describe_argument
 from recollect._core.torch_private.alarms import Alarm, running_node
 from recollect._core.torch_private.traces import running_module
 from recollect._inspect.oom.alive import Alive, find_alive
@@ -98,8 +99,8 @@ class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
                 f"not {type(to).__name__}"
             )
             raise TypeError(message)
-        if top < 0:
-            message = f"top={top}: expected 0 or more"
+        if isinstance(top, bool) or not isinstance(top, int) or top < 0:
+            message = f"top={top!r}: expected a whole number of at least 0"
             raise ValueError(message)
         self._to = to
         self._top = top
@@ -135,6 +136,9 @@ class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
 
     def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
         """The function, watched at each call."""
+        if not callable(fn):
+            message = f"recollect.on_oom()(...) expects a function to watch, not {describe_argument(fn)}"
+            raise TypeError(message)
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             message = f"on_oom cannot watch {fn.__qualname__}, which is a generator or coroutine: "
             message += "write `with recollect.on_oom():` inside it"

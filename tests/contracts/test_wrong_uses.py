@@ -1,0 +1,343 @@
+"""What users of torch write by mistake is refused at once, with the value, the reason and the way out."""
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.data import DataLoader
+
+import recollect
+import recollect.compat
+import recollect.compat.composable
+from recollect import Decision, Plan, Profile, policies
+from tests.refusing import Wrong, refuse
+from tests.trying import try_all
+
+API: Any = recollect  # what is written here has the wrong types
+POLICIES: Any = policies
+COMPAT: Any = recollect.compat
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.layers = nn.ModuleList(blocks)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def x() -> Tensor:
+    return torch.ones(8, 16)
+
+
+def torchs_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del ctx, op, args, kwargs
+    return CheckpointPolicy.MUST_SAVE
+
+
+def steps() -> Iterator[Tensor]:
+    yield x()
+
+
+async def step() -> Tensor:
+    return x()
+
+
+@cache
+def seen() -> Profile:
+    return recollect.profile(Net(), x(), timed=False)
+
+
+def test_checkpoint_refuses_what_it_cannot_wrap() -> None:
+    wrong: list[Wrong] = [
+        (
+            lambda: API.checkpoint(Net()(x())),
+            TypeError,
+            "expects a function or module first, not <Tensor float32[8, 4]>;",
+        ),
+        (
+            lambda: API.checkpoint(Net),
+            TypeError,
+            "the class Net: calling a class only makes an object.\nPass an instance",
+        ),
+        (lambda: API.checkpoint(steps), TypeError, "calling steps only starts a generator or coroutine"),
+        (lambda: API.checkpoint(step), TypeError, "calling step only starts a generator or coroutine"),
+        (lambda: API.checkpoint(Net().layers), ValueError, "ModuleList cannot be made a region: it holds modules"),
+        (lambda: API.checkpoint(Net(), name=3), ValueError, "name=3: expected text"),
+        (lambda: API.checkpoint(Net(), name=""), ValueError, "name='': expected text"),
+        (lambda: API.checkpoint(Net(), every=2), TypeError, "every=2: use recollect.apply(model, every=...)"),
+        (lambda: API.checkpoint(Net(), rules={}), TypeError, "rules={}: use recollect.apply(model, rules=...)"),
+        (lambda: API.checkpoint(fn=Net(), function=Net()), TypeError, "no option function=<module Net>:"),
+        (
+            lambda: API.checkpoint(Net(), context_fn=torchs_policy),
+            TypeError,
+            "context_fn=<function torchs_policy>: write",
+        ),
+        (lambda: API.checkpoint(Net(), policy="save_matmuls"), ValueError, "; write recollect.policies.save_matmuls"),
+        (lambda: API.checkpoint(Net(), policy="Selective"), ValueError, "did you mean 'selective'?"),
+        (
+            lambda: API.checkpoint(Net(), policy=torchs_policy),
+            TypeError,
+            "policy torchs_policy cannot be called with one",
+        ),
+        (lambda: API.checkpoint(Net(), policy=Net()), TypeError, "expected a policy: one of"),
+        (lambda: API.checkpoint(Net(), policy=API.checkpoint), TypeError, "not recollect.checkpoint itself"),
+        (
+            lambda: API.checkpoint(Net(), offload_inputs=True, offload_to=Net()),
+            TypeError,
+            "offload_to=<module Net>: expected",
+        ),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_apply_refuses_what_it_cannot_apply() -> None:
+    def three(one: Any, two: Any, more: Any) -> bool:
+        return bool(one or two or more)
+
+    wrong: list[Wrong] = [
+        (lambda: API.apply(list(Net().layers)), TypeError, "not list [<module Sequential>, <module Sequential>"),
+        (lambda: API.apply(Net), TypeError, "expects a torch.nn.Module first, not the class Net"),
+        (lambda: API.apply(Net(), Net().layers[0]), TypeError, "recollect.Decision; not <module Sequential>"),
+        (lambda: API.apply(Net(), API.offload), TypeError, "recollect.Decision; not recollect.offload itself"),
+        (lambda: API.apply(Net(), {"layers.*": API.offload}), TypeError, "rule 'layers.*': expected a policy"),
+        (lambda: API.apply(Net(), "8GB"), ValueError, "; for a budget, use recollect.fit(model, batch, budget=...)"),
+        (lambda: API.apply(Net(), "80 %"), ValueError, "; for a budget, use recollect.fit(model, batch, budget=...)"),
+        (lambda: API.apply(Net(), "plan.json"), ValueError, "; to read a plan, write recollect.Plan.from_json("),
+        (lambda: API.apply(Net(), Plan().to_json()), ValueError, "; to read a plan, write recollect.Plan.from_json("),
+        (lambda: API.apply(Net(), seen()), TypeError, "this is a profile. Make a plan from it: recollect.plan("),
+        (lambda: API.apply(Net(), policy="save_matmuls"), ValueError, "; write recollect.policies.save_matmuls"),
+        (lambda: API.apply(Net(), "selectiv"), ValueError, "; did you mean 'selective'?"),
+        (lambda: API.apply(Net(), {"layers.*": "recompute"}), ValueError, "; write recollect.Decision.RECOMPUTE"),
+        (lambda: API.apply(Net(), {"layers.*": None}), TypeError, "or a recollect.Decision; not None"),
+        (
+            lambda: API.apply(Net(), {three: "full"}),
+            TypeError,
+            "rule three: expected a function of a module, or of its",
+        ),
+        (
+            lambda: API.apply(Net(), {nn.Linear(2, 2): "full"}),
+            ValueError,
+            "rule <module Linear> matches no module of Net",
+        ),
+        (lambda: API.apply(Net(), Plan(), every=2), ValueError, "every=2 only works with rules"),
+        (lambda: API.apply(Net(), Plan(), first=2), ValueError, "first=2 only works with rules"),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_handles_and_reports_refuse_what_is_no_profile() -> None:
+    model = Net()
+    handle: Any = recollect.apply(model)
+    loss = model(x()).sum()
+    wrong: list[Wrong] = [
+        (
+            lambda: handle.compare(model, model),
+            TypeError,
+            "compare expects two profiles, before and after, not <module Net>",
+        ),
+        (lambda: API.explain(x()), TypeError, "expects a region, a function or a module, not <Tensor float32[8, 16]>"),
+        (lambda: API.print_saved(loss, top="a"), ValueError, "top='a': expected a whole number of at least 0"),
+        (lambda: API.on_oom(top="a"), ValueError, "top='a': expected a whole number of at least 0"),
+        (lambda: API.on_oom()(3), TypeError, "expects a function to watch, not int 3"),
+        (lambda: API.report(seen(), 3), TypeError, "to=3: expected the path of a file to write"),
+        (lambda: API.report(seen(), seen()), TypeError, "To compare two profiles, pass against="),
+        (lambda: API.Plan().diff(3), TypeError, "diff expects another plan, not int 3"),
+        (
+            lambda: API.Plan.from_json("plan.json"),
+            ValueError,
+            "not the name of a file: pass Path('plan.json').read_text()",
+        ),
+        (lambda: API.Profile.from_json(Path("a.json")), ValueError, "not the name of a file: pass Path('a.json')"),
+        (lambda: API.Choice(decision="save"), TypeError, "decision='save': expected a recollect.Decision"),
+        (lambda: API.region(steps), TypeError, "not <function steps>: write @recollect.region('steps')"),
+        (lambda: API.region("a")(3), TypeError, "recollect.region('a') expects a function, not int 3"),
+        (lambda: API.name("h", x()), TypeError, "needs a name, a non-empty string, not <Tensor float32[8, 16]>"),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_profile_refuses_what_is_no_step() -> None:
+    wrong: list[Wrong] = [
+        (lambda: API.profile(x(), Net()), TypeError, "a function that runs a step, not <Tensor float32[8, 16]>"),
+        (lambda: API.profile(Net(), DataLoader([x()])), TypeError, "not a DataLoader: pass a batch of it"),  # type: ignore[arg-type]
+        (lambda: API.profile(Net(), x(), kwargs=[1]), TypeError, "kwargs=[1]: expected a mapping"),
+        (lambda: API.profile(Net(), x(), loss="mse"), TypeError, "loss='mse': expected a function"),
+        (lambda: API.profile(Net(), x(), loss=F.mse_loss), TypeError, "Give it the targets: loss=lambda output:"),
+        (lambda: API.profile(Net(), x(), loss=nn.MSELoss()), TypeError, "loss=<module MSELoss> cannot be called with"),
+        (lambda: API.profile(Net(), x(), dry="yes"), ValueError, "dry='yes': expected True or False"),
+        (lambda: API.profile(Net(), x(), timed="no"), ValueError, "timed='no': expected True or False"),
+        (
+            lambda: API.profile(Net(), x(), dtype=torch.bfloat16),
+            ValueError,
+            "dtype=torch.bfloat16 only works with dry=True",
+        ),
+        (
+            lambda: API.profile(Net(), x(), dry=True, dtype="bf16"),
+            TypeError,
+            "dtype='bf16': expected a floating-point dtype",
+        ),
+        (lambda: API.profile(Net(), x(), dry=True, dtype=torch.int8), TypeError, "expected a floating-point dtype"),
+        (lambda: API.profile(Net(), x(), name=3), TypeError, "name=3: expected text"),
+        (lambda: API.profile(Net(), x(), progress=3), TypeError, "progress=3: expected a function"),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_plan_and_fit_refuse_what_they_cannot_use() -> None:
+    pytest.importorskip("scipy")
+    model = Net()
+
+    def fit(**options: Any) -> None:
+        API.fit(model, x(), budget="8GB", **options)
+
+    wrong: list[Wrong] = [
+        (lambda: API.plan(seen(), budget="8GB", tiers=True), ValueError, "tiers=True: expected 'host', 'disk'"),
+        (lambda: API.plan(seen(), budget="8GB", link_bytes_per_s=1e9), ValueError, "nothing is offloaded. Pass tiers="),
+        (lambda: API.plan(seen(), budget="8GB", tiers="disk", link_bytes_per_s="5GB"), ValueError, "a number above 0"),
+        (lambda: API.plan(seen(), budget="min", name=3), TypeError, "name=3: expected text"),
+        (lambda: API.plan(seen(), budget="min", progress=1), TypeError, "progress=1: expected a function"),
+        (lambda: fit(tiers=True), ValueError, "tiers=True: expected 'host', 'disk'"),
+        (lambda: fit(levers=True), TypeError, "levers=True: expected names"),
+        (
+            lambda: fit(levers={"micro_batches": 0}),
+            ValueError,
+            "'micro_batches' has the value 0: expected a whole number",
+        ),
+        (lambda: fit(levers={"micro_batches": "4"}), ValueError, "has the value '4': expected a whole number"),
+        (lambda: fit(levers={"chunked_loss": 3}), ValueError, "has the value 3: expected the name of a module"),
+        (lambda: fit(recover="yes"), ValueError, "recover='yes': expected True or False"),
+        (lambda: fit(progress=3), TypeError, "progress=3: expected a function"),
+        (lambda: API.fit(x(), model, budget="8GB"), TypeError, "a torch.nn.Module first, not <Tensor float32[8, 16]>"),
+        (lambda: API.partitioner("4GiB"), TypeError, "A budget is passed by name: budget='4GiB'"),
+        (lambda: API.partitioner(budget="80 %"), ValueError, "Give bytes, as in '4GiB'"),
+        (lambda: API.partitioner(planner=3), TypeError, "planner=3: expected a function"),
+        (lambda: API.partitioner(Decision.SAVE, report=3), TypeError, "report=3: expected a function"),
+        (lambda: API.partitioner(Net()), TypeError, "recollect.Decision; not <module Net>"),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_policies_refuse_what_they_cannot_read() -> None:
+    wrong: list[Wrong] = [
+        (
+            lambda: POLICIES.save_matmuls | POLICIES.save_attention,
+            TypeError,
+            "policies.first_match(save_matmuls, save_att",
+        ),
+        (
+            lambda: POLICIES.save_if(lambda one, two: one is two),
+            TypeError,
+            "cannot be called with one argument: save_if",
+        ),
+        (lambda: POLICIES.flops > POLICIES.nbytes, TypeError, "flops > nbytes: expected a number"),
+        (lambda: POLICIES.nbytes > "1MiB", TypeError, "nbytes > '1MiB': expected a number, as in nbytes > 2**20"),
+        (lambda: POLICIES.save_modules(nn.Linear(2, 2)), TypeError, "subclasses of torch.nn.Module; not"),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_offload_and_the_chunked_loss_name_the_option(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    head, targets = nn.Linear(16, 4), torch.zeros(8, dtype=torch.long)
+    wrong: list[Wrong] = [
+        (lambda: API.offload(limit="lots"), ValueError, "limit='lots': expected bytes"),
+        (lambda: API.offload(min_bytes=None), TypeError, "min_bytes=None: expected bytes"),
+        (lambda: API.offload(in_flight=-1), ValueError, "in_flight=-1: a number of bytes cannot be negative"),
+        (lambda: API.offload(Net()), TypeError, "tier=<module Net>: expected 'host', 'disk'"),
+        (lambda: API.offload(tier="disk", directory=3), TypeError, "directory=3: expected a path"),
+        (
+            lambda: API.offload(tier="disk", directory=file),
+            recollect.OffloadError,
+            f"the directory {str(file)!r}: a file is there. Pass another one as directory=",
+        ),
+        (lambda: API.linear_cross_entropy(x(), head, targets), TypeError, "of a layer, pass its weight"),
+        (
+            lambda: API.linear_cross_entropy(x(), head.weight, [0] * 8),
+            TypeError,
+            "targets=[0, 0, 0, 0, 0, 0, 0, 0]: expected",
+        ),
+        (lambda: API.linear_cross_entropy(x(), head.weight, targets, bias=3), TypeError, "bias=3: expected a tensor"),
+        (
+            lambda: API.linear_cross_entropy(x(), head.weight, targets, ignore_index="a"),
+            TypeError,
+            "ignore_index='a': exp",
+        ),
+    ]
+    try_all(refuse, wrong)
+
+
+def test_torchs_names_refuse_what_torch_lets_through() -> None:
+    wrong: list[Wrong] = [
+        (lambda: COMPAT.checkpoint(Net()(x()), use_reentrant=False), TypeError, "first, not <Tensor float32[8, 4]>"),
+        (
+            lambda: COMPAT.checkpoint(Net(), x(), use_reentrant=False, context_fn=policies.save_matmuls),
+            TypeError,
+            "write recollect.checkpoint(fn, policy=save_matmuls)",
+        ),
+        (lambda: COMPAT.checkpoint(Net(), x(), use_reentrant=False, context_fn=3), TypeError, "context_fn=3: expected"),
+        (lambda: COMPAT.composable.checkpoint(Net(), context_fn=3), TypeError, "context_fn=3: expected a function"),
+        (
+            lambda: COMPAT.checkpoint_sequential(nn.Linear(2, 2), 1, x(), use_reentrant=False),
+            TypeError,
+            "first, not <module",
+        ),
+        (lambda: COMPAT.checkpoint_wrapper(x()), TypeError, "CheckpointWrapper expects a torch.nn.Module, not <Tensor"),
+        (lambda: COMPAT.offload_wrapper(3), TypeError, "OffloadWrapper expects a torch.nn.Module, not int 3"),
+        (lambda: COMPAT.apply_activation_checkpointing(3), TypeError, "expects a torch.nn.Module first, not int 3"),
+        (
+            lambda: COMPAT.apply_activation_checkpointing(Net(), check_fn=3),
+            TypeError,
+            "check_fn=3: expected a function",
+        ),
+    ]
+    try_all(refuse, wrong)
+
+
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_what_torchscript_compiled_is_refused(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and models use it
+        block = Net().layers[0]
+        compiled: Any = torch.jit.script(block) if kind == "script" else torch.jit.trace(block, x())  # type: ignore[no-untyped-call]
+    name = type(compiled).__name__
+    holder = nn.Sequential(nn.Sequential(nn.Linear(16, 16), compiled), nn.Sequential(nn.Linear(16, 16), compiled))
+    wrong: list[Wrong] = [
+        (
+            lambda: API.checkpoint(compiled),
+            ValueError,
+            f"{name} cannot be made a region: it is compiled by TorchScript",
+        ),
+        (lambda: API.apply(nn.Sequential(compiled), {"0": "full"}), ValueError, "it is compiled by TorchScript"),
+        (
+            lambda: API.apply(holder, {"*": "full"}),
+            ValueError,
+            "module '0' (Sequential) cannot be made a region: its part '1' is compiled",
+        ),
+        (lambda: API.fit(compiled, x(), budget="min"), ValueError, f"{name} is compiled by TorchScript"),
+    ]
+    try_all(refuse, wrong)
+    assert recollect.profile(holder, x(), timed=False).peak_bytes > 0
+
+
+def test_compat_and_integrations_are_there_without_another_import() -> None:
+    for first in ("", "import torch; "):
+        program = f"{first}import recollect; recollect.compat.install; recollect.integrations; print(dir(recollect))"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "'compat'" in done.stdout
