@@ -21,7 +21,7 @@ from tests.cli.conftest import Invoke
 from tests.report.steps import transformer_step
 
 ESCAPE = "\x1b"
-COMMANDS = ("profile", "report", "doctor", "demo")
+COMMANDS = ("profile", "report", "plan", "fit", "bench", "doctor", "demo")
 
 pytest.importorskip("typer")
 
@@ -55,6 +55,16 @@ def test_help_of_profile_tells_the_convention_and_the_exit_codes(invoke: Invoke)
     assert "a model, or (model, *inputs)" in text
     assert "anything else, such as a loss: the function itself was the step" in text
     assert "Exit codes: 0 done, 1 the target's code failed or has no step to profile, 2 wrong usage." in text
+
+
+def test_help_is_about_what_the_command_takes(invoke: Invoke) -> None:
+    plan, fit, report = (
+        " ".join(invoke(name, "--help").out.replace("│", " ").split()) for name in ("plan", "fit", "report")
+    )
+    assert "path/to/script.py, or a profile, step.json." in plan
+    assert "script.py" not in fit
+    assert "--dry" not in fit
+    assert report.count("Exit codes") == 1
 
 
 def test_no_command_at_all_shows_the_help(invoke: Invoke) -> None:

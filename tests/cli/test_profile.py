@@ -115,8 +115,8 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (
             ["train.py:make_model", "--", "--lr", "3"],
             (
-                "train.py:make_model is a function, but only scripts take arguments after --: leave out --lr 3, "
-                "or use --set"
+                "train.py:make_model is a function, but only scripts take arguments after --: leave out --lr 3. "
+                "For a function with parameters, recollect plan has --set"
             ),
         ),
         (
@@ -186,7 +186,7 @@ def test_a_device_that_is_not_here_is_refused_with_the_way_out(invoke: Invoke) -
     done = invoke("profile", "train.py:make_model", "--device", "H200")
     assert done.code == 2
     assert done.err.startswith("error: --device H200: no step can run there: ")
-    assert done.err.endswith("; --dry estimates for a device that this machine does not have\n")
+    assert done.err.endswith(". For a device that this machine does not have, estimate with --dry\n")
 
 
 def test_a_dry_profile_estimates_for_a_device_that_is_not_here_without_memory(invoke: Invoke, folder: Path) -> None:

@@ -518,7 +518,8 @@ def test_a_changed_plan_meets_no_stale_entry_in_the_caches_of_inductor_and_aotau
             {"plan": NOTHING, "planner": lambda _: NOTHING},
             "partitioner takes a plan or policy, a planner, or a budget: pass one of the three",
         ),
-        ({"plan": "matmuls"}, "expected a policy: one of recollect.policies"),
+        ({"plan": "4GiB"}, "expected a plan or a policy. A budget is passed by name: budget='4GiB'"),
+        ({"plan": 3}, "expected a policy: one of recollect.policies"),
     ],
 )
 def test_what_is_no_plan_is_refused(arguments: dict[str, Any], text: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 
 from recollect.integrations.lightning import RecollectCallback
+from tests.cli.commands import recollect
 from tests.models import GPT
 
 # What Lightning warns about is its own.
@@ -92,3 +93,29 @@ def test_a_fit_that_fails_leaves_a_plain_module(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="out of luck"):
         fit(task, tmp_path, [RecollectCallback()])
     assert not any("forward" in vars(module) for module in task.modules())
+
+
+TASK = """
+import lightning, torch
+from torch import nn
+
+class Task(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.net = nn.Sequential(*(block() for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+def make():
+    return Task(), torch.randn(512, 16)
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_the_command_line_gives_the_batch_to_the_training_step(command: str, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    done = recollect(command, "task.py:make", "--budget", "min", "--quiet", folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "plan Task within min" in done.out

@@ -16,6 +16,16 @@ Target = Annotated[
         metavar="TARGET", help="What to profile: module:function, path/to/file.py:function, or path/to/script.py."
     ),
 ]
+TargetOrProfile = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="What to plan for: module:function, path/to/file.py:function, path/to/script.py, or a profile, step.json.",
+    ),
+]
+FunctionTarget = Annotated[
+    str, typer.Argument(metavar="TARGET", help="What to fit: module:function or path/to/file.py:function.")
+]
 ScriptArguments = Annotated[
     list[str] | None, typer.Argument(metavar="-- ARGS", help="Arguments for a script.", show_default=False)
 ]
@@ -26,6 +36,9 @@ DeviceOption = Annotated[
         metavar="DEVICE",
         help="Where to run: cpu, cuda, cuda:1. With --dry, the device to estimate for: cuda, H200.",
     ),
+]
+RealDeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="Where to run: cpu, cuda, cuda:1.")
 ]
 DtypeOption = Annotated[
     str | None,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import recollect
 from recollect._cli.arguments import (
     BudgetOption,
-    DeviceOption,
     DtypeOption,
+    FunctionTarget,
     LeverOption,
     OptimizerOption,
     OutOption,
     PageOption,
     QuietOption,
-    Target,
+    RealDeviceOption,
     TiersOption,
     TracebackOption,
 )
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def fit(
-    target: Target,
+    target: FunctionTarget,
     *,
     budget: BudgetOption,
     tiers: TiersOption = None,
     lever: LeverOption = None,
-    device: DeviceOption = None,
+    device: RealDeviceOption = None,
     dtype: DtypeOption = None,
     optimizer: OptimizerOption = None,
     out: OutOption = Path("plan.json"),
@@ -103,10 +103,15 @@ def _bind_batch(subject: "Subject", name: str) -> Any:
     """The inputs of a model as one batch: a tuple, or a mapping where some are given by keyword."""
     import torch
 
+    from recollect._inspect.calling import is_lightning
+
     kwargs = subject.options.get("kwargs", {})
+    assert isinstance(subject.what, torch.nn.Module)
+    if not kwargs and is_lightning(subject.what) and subject.inputs and "loss" not in subject.options:
+        batch, *index = subject.inputs  # what training_step is called with
+        return batch if not index or isinstance(index[0], int) else subject.inputs
     if not kwargs:
         return subject.inputs
-    assert isinstance(subject.what, torch.nn.Module)
     signature = inspect.signature(subject.what.forward)
     names = signature.bind(*subject.inputs, **kwargs).arguments
     kinds = {signature.parameters[key].kind for key in names if key not in kwargs}

@@ -20,7 +20,7 @@ from recollect._cli.arguments import (
     SetOption,
     ShardOption,
     StepOption,
-    Target,
+    TargetOrProfile,
     TiersOption,
     TracebackOption,
     UnknownOption,
@@ -38,7 +38,7 @@ from recollect._core.profiles import Profile
 
 
 def plan(
-    target: Target,
+    target: TargetOrProfile,
     args: ScriptArguments = None,
     *,
     budget: BudgetOption,

@@ -58,7 +58,7 @@ def profile(
     - a function that runs a step, or returns its loss: it runs once, and is profiled while it runs again;
     - anything else, such as a loss: the function itself was the step, and is profiled while it runs again.
 
-    If memory runs out, it says what was alive, and which modules to recompute to make room.
+    If memory runs out, recollect says what was alive, and which modules to recompute to make room.
 
     A **script** runs as a program, with ARGS, until its optimizer has taken its second step (--step). That step
     is profiled, then the script is stopped.

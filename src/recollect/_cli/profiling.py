@@ -70,8 +70,8 @@ class Options:
         if isinstance(found, Function):
             if args:
                 fail(
-                    f"{target} is a function, but only scripts take arguments after --: leave out {' '.join(args)}, or "
-                    "use --set"
+                    f"{target} is a function, but only scripts take arguments after --: leave out {' '.join(args)}. "
+                    "For a function with parameters, recollect plan has --set"
                 )
             return self.take_function(found, progress)
         said = {"--device": self.device, "--dtype": self.dtype, "--optimizer": self.optimizer, "--dry": self.is_dry}
@@ -200,8 +200,8 @@ def _check_device(name: str) -> None:
     except (RuntimeError, AssertionError) as error:  # torch built without a device asserts
         reason = str(error).partition("\n")[0]
         fail(
-            f"--device {name}: no step can run there: {reason}; --dry estimates for a device that this machine "
-            "does not have"
+            f"--device {name}: no step can run there: {reason}. For a device that this machine does not have, estimate "
+            "with --dry"
         )
 
 

@@ -36,13 +36,10 @@ def report(
 ) -> None:
     """Show a profile, or compare two: what is in memory at the peak, what put it there, and what would help.
 
-    A profile is a file that `recollect profile --json` has written. Nothing is run.
+    A profile is a file that `recollect profile --json` has written. Nothing is run. The report is printed; --to writes
+    it to a file, as a page, a picture or a trace.
 
-    **Exit codes**: 0 done, 2 wrong usage.
-
-    The report is printed; --to writes it to a file, as a page, a picture or a trace.
-
-    Exit codes: 0 done, 2 wrong usage, or a file cannot be read or written.
+    **Exit codes**: 0 done, 2 wrong usage, or a file cannot be read or written.
 
     **Examples**
 
