@@ -4,16 +4,16 @@
 
     RecollectError
     ├── CheckpointError (RuntimeError)      recomputation cannot be trusted
-    │   ├── MismatchError                   it made other saved tensors than forward
+    │   ├── MismatchError                   it made different saved tensors than forward
     │   └── ChangedInputError               something it reads was changed in place since forward
     ├── TransformError (RuntimeError)       a torch.func transform tracks a tensor that the region cannot see
-    ├── CaptureError (RuntimeError)         a CUDA graph is being captured and the region drew random numbers
-    ├── OffloadError (RuntimeError)         a value that was sent away cannot be had back as it was
+    ├── CaptureError (RuntimeError)         a region draws random numbers in an unprepared CUDA-graph capture
+    ├── OffloadError (RuntimeError)         an offloaded value cannot be brought back unchanged
     │   └── TierFullError                   a tier has no room: the value stays where it is
-    ├── CompileError (RuntimeError)         this torch has not what regions in compiled code need
+    ├── CompileError (RuntimeError)         this torch lacks what regions in compiled code need
     └── BudgetError (ValueError)            no plan fits the budget
 
-Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch has too raise its ``RuntimeError``.
+Wrong arguments are plain ``ValueError`` and ``TypeError``; helpers that torch has too raise ``RuntimeError``, as there.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Combination(Policy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FirstMatch(Combination):
-    """Asks one policy after the other."""
+    """Asks one policy after another; the first that decides wins."""
 
     policies: tuple[Policy, ...]
 
@@ -98,7 +98,7 @@ class FirstMatch(Combination):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Otherwise(Combination):
-    """Answers for everything: as its policy says, or else by recomputing."""
+    """Decides about every site: as its policy says, or else by recomputing."""
 
     policy: Policy
 
@@ -171,7 +171,7 @@ class PerRegion(Combination):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Strictly(Combination):
-    """Says what its policy says, and keeps nothing by default."""
+    """Keeps only what its policy says: routing results and activation collectives are recomputed too."""
 
     policy: Policy
 

@@ -47,7 +47,7 @@ class SaveNames(PlacePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveModules(PlacePolicy):
-    """Saves what modules give, by their paths or classes."""
+    """Saves the results of modules, by path or class."""
 
     patterns: tuple[str | type[nn.Module], ...]
 

@@ -13,7 +13,7 @@ from recollect._policy.predicates import Predicate, as_predicate
 
 
 class Rule(Policy):
-    """A policy that saves what it matches, has nothing to say of the rest, and is named by its own repr."""
+    """A policy that saves what it matches, leaves the rest to others, and is named by its own repr."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Rule(Policy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveNothing(Policy):
-    """Has nothing to say of any site."""
+    """Saves nothing: every value is recomputed."""
 
     def judge(self, site: Site) -> Verdict | None:
         """Nothing."""
@@ -62,7 +62,7 @@ class SaveAll(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveOps(Rule):
-    """Saves what certain operators make; under a word of its own if that set has one."""
+    """Saves the results of certain operators; prints as one word if the set has a name."""
 
     ops: tuple[Op, ...]
     word: str = ""
@@ -105,7 +105,7 @@ class SaveEvery(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveLargerThan(Rule):
-    """Saves values of more than so many bytes."""
+    """Saves values larger than a number of bytes."""
 
     size_bytes: int
 
@@ -133,7 +133,7 @@ class SaveIf(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveMarked(Rule):
-    """Saves values whose site bears a mark."""
+    """Saves values of one kind: random values, routing choices, or what comes from other processes."""
 
     word: str
     mark: str
@@ -239,7 +239,7 @@ def save_ops(*ops: OpLike) -> Policy:
     Raises:
         ValueError: none is given, or a name belongs to no operator or to several overloads; the error lists similar
             names.
-        TypeError: one is no operator.
+        TypeError: one is not an operator.
 
     >>> import torch
     >>> from recollect import policies
@@ -267,7 +267,7 @@ def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int, *, start:
     Raises:
         ValueError: `n` is not a whole number of at least 1 or `start` one of at least 0, or the operator has no such
             name.
-        TypeError: it is no operator.
+        TypeError: it is not an operator.
 
     >>> from recollect import policies
     >>> every_second = policies.save_every("aten.mm.default", 2)

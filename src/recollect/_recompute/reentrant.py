@@ -26,7 +26,7 @@ __recollect_role__ = Role.REGION
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cut tensors off from their graph, keeping whether they require grad; other values pass.
+    """Detach tensors from their graph; whether they require grad stays the same, and other values pass through.
 
     >>> import torch
     >>> x = torch.ones(1, requires_grad=True) * 2

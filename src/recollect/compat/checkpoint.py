@@ -44,25 +44,27 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Call a function, forgetting its activations until backward recomputes them; torch's signature.
+    """Call a function and drop its activations until backward recomputes them; torch's signature.
 
-    In code that torch.compile traces the region is a part of the graph: both engines are one there, random numbers are
-    always preserved, `determinism_check`, `debug` and `early_stop` mean nothing, and of `context_fn` the policy counts.
+    In compiled code the region is part of the graph: both engines do the same there, random numbers are always
+    preserved, `determinism_check`, `debug` and `early_stop` have no effect, and `context_fn` must come from a policy.
 
     With ``use_reentrant=True`` nothing is compared, recomputation never stops early, and there are no operator logs.
 
     Args:
         function: what to run.
         args: its positional arguments.
-        use_reentrant: which engine; give it. None warns and means True, as in torch.
-        context_fn: gives two context managers, one around forward and one around recomputation.
+        use_reentrant: which engine to use; always pass it. None warns and means True, as in torch.
+        context_fn: returns two context managers, one around forward and one around recomputation.
         determinism_check: ``"default"`` compares shape, dtype and device of each recomputed tensor, ``"none"`` nothing.
         debug: on a mismatch, show the operators of forward and of recomputation.
-        early_stop: end recomputation when its last needed tensor is made.
-        kwargs: ``preserve_rng_state`` (default True); the rest are the function's own, without reentry only.
+        early_stop: stop recomputation as soon as backward has everything it needs.
+        kwargs: ``preserve_rng_state`` (default True); with ``use_reentrant=False``, the function's own keyword
+            arguments too.
 
     Raises:
-        ValueError: options that do not go together, or with a value they cannot have.
+        ValueError: an option has an invalid value, or cannot be combined with another.
+        TypeError: `function` or `context_fn` cannot be called.
 
     >>> import torch
     >>> from recollect.compat import checkpoint
@@ -136,7 +138,9 @@ def _parse_check(determinism_check: str) -> Matcher:
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[Any]:
-    """Say for all regions called inside whether recomputation stops early; beats the argument, the innermost wins.
+    """Set whether recomputation stops early, for all regions called inside.
+
+    It overrides the argument `early_stop`; the innermost block wins.
 
     >>> import torch
     >>> from recollect.compat import checkpoint, set_checkpoint_early_stop
@@ -149,7 +153,7 @@ def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[Any]:
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[Any]:
-    """Say for all regions called inside whether mismatches show both operator logs; None leaves it to ``debug=``.
+    """Set whether mismatches show both operator logs, for all regions called inside; None leaves it to ``debug=``.
 
     >>> from recollect.compat import set_checkpoint_debug_enabled
     >>> with set_checkpoint_debug_enabled(True):

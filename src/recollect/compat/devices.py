@@ -12,7 +12,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 
 
 class DefaultDeviceType:
-    """The device type that is assumed where no tensor says one: the available accelerator's, else ``cpu``.
+    """The device type to assume if no tensor tells: that of the available accelerator, or else ``cpu``.
 
     >>> from recollect.compat import DefaultDeviceType
     >>> before = DefaultDeviceType.get_device_type()
@@ -44,7 +44,7 @@ def _devices_of(values: Iterable[Any]) -> list[torch.device]:
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
-    """Random states of the accelerators that these values live on: device indices and states.
+    """Get the random states of the accelerators that hold these values, as device indices and states.
 
     >>> import torch
     >>> from recollect.compat import get_device_states
@@ -59,7 +59,7 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
 
 
 def set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, device_type: str | None = None) -> None:
-    """Set random states that `get_device_states` gave; a no-op for ``meta`` and for none.
+    """Set random states that `get_device_states` returned. Without devices, or for ``meta``, nothing happens.
 
     >>> from recollect.compat import set_device_states
     >>> set_device_states([], [])

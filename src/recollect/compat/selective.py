@@ -65,7 +65,7 @@ Policy = Callable[..., Any]
 
 
 class SelectiveCheckpointContext:
-    """What a policy is told besides the operator and its arguments.
+    """What a policy gets in addition to the operator and its arguments.
 
     Attributes:
         is_recompute: False: the policy is asked in forward only.
@@ -125,17 +125,17 @@ def create_selective_checkpoint_contexts(
     policy_fn_or_list: Policy | list[Any],
     allow_cache_entry_mutation: bool = False,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Give the two contexts of one region under a policy; make it the ``context_fn`` of `checkpoint`, by a partial.
+    """Make the two contexts of one region under a policy; pass a partial of it to `checkpoint` as ``context_fn``.
 
     Args:
         policy_fn_or_list: the operators whose results are kept, as overloads; or a function of a
-            `SelectiveCheckpointContext`, the operator and its arguments that answers a `CheckpointPolicy` or a bool.
-        allow_cache_entry_mutation: whether the function may write into a kept value. The value is then copied before
-            it is written into, so that recomputation is given what forward computed. If not, recomputation raises.
+            `SelectiveCheckpointContext`, the operator and its arguments that returns a `CheckpointPolicy` or a bool.
+        allow_cache_entry_mutation: whether the function may write into a kept value. If so, the value is copied before
+            the write, so that recomputation sees what forward computed. If not, recomputation raises an error.
 
     Raises:
         ValueError: something in the list is not an overload.
-        TypeError: neither a list nor callable.
+        TypeError: it is neither a list nor a function.
 
     >>> import functools, torch
     >>> from recollect.compat import checkpoint, create_selective_checkpoint_contexts

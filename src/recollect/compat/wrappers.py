@@ -212,7 +212,7 @@ def checkpoint_wrapper(
     checkpoint_fn: Callable[..., Any] | None = None,
     **checkpoint_fn_kwargs: Any,
 ) -> nn.Module:
-    """Put a module around a module, so that every call of it forgets its activations until backward.
+    """Wrap a module so that each call drops its activations until backward recomputes them.
 
     Args:
         module: the module.
@@ -232,7 +232,7 @@ def checkpoint_wrapper(
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Put a module around a module, so that every call of it keeps its activations in host memory until backward.
+    """Wrap a module so that each call keeps its activations in host memory until backward.
 
     >>> import torch
     >>> from recollect.compat import offload_wrapper
@@ -252,18 +252,18 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = _always,
     auto_wrap_policy: Any = None,
 ) -> None:
-    """Put wrappers around modules of a model, in place: inner ones first, the model itself never.
+    """Wrap modules of a model in place, inner ones first; the model itself is never wrapped.
 
-    A module that is held in several places is wrapped once, and all of them get the same wrapper.
+    A module that is used in several places is wrapped once, and all of them get the same wrapper.
 
     Args:
         model: the model.
-        checkpoint_wrapper_fn: makes a wrapper; None from it leaves the module.
-        check_fn: says whether to wrap a module.
-        auto_wrap_policy: in place of `check_fn`: a function called by keyword with ``module``, ``recurse`` (whether it
-            is asked to look inside the module, or to wrap it) and ``nonwrapped_numel`` (parameters that no wrapper
-            inside has); or a policy object of ``torch.distributed.fsdp.wrap``, which may also give keyword arguments
-            for the wrapper of each module.
+        checkpoint_wrapper_fn: makes the wrapper of a module, or returns None to leave the module as it is.
+        check_fn: returns whether to wrap a module.
+        auto_wrap_policy: instead of `check_fn`: a function called by keyword with ``module``, ``recurse`` (True to ask
+            whether to look inside the module, False whether to wrap it) and ``nonwrapped_numel`` (the number of
+            parameters outside of inner wrappers); or a policy object of ``torch.distributed.fsdp.wrap``, which may
+            also have keyword arguments for the wrapper of each module.
 
     Raises:
         ValueError: `auto_wrap_policy` is neither.

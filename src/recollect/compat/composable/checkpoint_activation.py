@@ -59,31 +59,31 @@ def checkpoint(
     early_stop: bool = True,
     **unknown: Any,
 ) -> nn.Module:
-    """Make each call of a module forget its activations until backward; class, names and structure stay.
+    """Make each call of a module drop its activations until backward; class, names and structure stay the same.
 
-    A call is a region from this hook to the first forward hook: hooks of the module that were there before run outside
-    of it, those registered later inside. In recomputation the module is called once more, with all of its other hooks;
-    its forward gets the arguments that it got at first. Calls with grad mode off, and those of ``module.forward``
-    itself, are plain. The module can be copied and pickled. ``checkpoint.state(module)`` gives its state.
+    The region lies between the module's hooks: hooks registered before this call run outside of it, later ones inside.
+    Recomputation calls the module once more, with all of its other hooks and with the original arguments of its
+    forward. With grad mode off, and if you call ``module.forward`` directly, the call is plain. The module can be
+    copied and pickled. ``checkpoint.state(module)`` returns its state.
 
-    torch calls a module's hooks after an `Exception`, but not after a `KeyboardInterrupt` or another exception that is
-    none. Then what the region had put in force is taken away when the traceback is gone, or at the thread's next call
-    of a checkpointed module. Until then what the thread computes with grad mode on may not be run backward.
+    If a call ends with a `KeyboardInterrupt` or another exception that is not an `Exception`, torch runs no hooks. The
+    region then ends when the traceback is freed, or at the thread's next call of a checkpointed module; until then, do
+    not run backward on anything that the thread computes with grad mode on.
 
     Args:
         module: the module.
         use_reentrant: must be False.
         preserve_rng_state: draw the same random numbers again.
-        context_fn: gives two context managers, one around forward and one around recomputation.
+        context_fn: returns two context managers, one around forward and one around recomputation.
         determinism_check: ``"default"`` compares shape, dtype and device of each recomputed tensor, ``"none"`` nothing.
         debug: on a mismatch, show the operators of forward and of recomputation.
-        early_stop: end recomputation when its last needed tensor is made.
-        unknown: nothing belongs here.
+        early_stop: stop recomputation as soon as backward has everything it needs.
+        unknown: there are no other options.
 
     Raises:
-        ValueError: an unknown option, or one with a value that it cannot have.
+        ValueError: an option is unknown or has an invalid value.
         NotImplementedError: ``use_reentrant=True``.
-        AssertionError: the module is checkpointed already.
+        AssertionError: the module is already checkpointed.
         TransformError: when the module is called inside a ``torch.func`` transform with grad mode on.
 
     >>> import torch

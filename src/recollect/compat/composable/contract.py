@@ -56,8 +56,8 @@ def contract(
 ) -> Callable[[Callable[Concatenate[M, P], Any]], ComposableAPI[M, P, Any]]:
     """Make a function from modules to modules a composable API.
 
-    Before the function is called, the module gets a new state, which ``function.state(module)`` gives from then on, and
-    is entered in the registry; an exception takes both away again. A sequence of modules shares one state, which lies
+    Before the function runs, the module gets a new state, which ``function.state(module)`` returns from then on, and an
+    entry in the registry; if the function raises, both are removed. A sequence of modules shares one state, which lies
     on those that are inside no other of them. The function returns the module, nothing, or other modules in its place.
 
     Args:
