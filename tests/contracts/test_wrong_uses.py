@@ -309,6 +309,15 @@ def test_torchs_names_refuse_what_torch_lets_through() -> None:
     try_all(refuse, wrong)
 
 
+def test_data_parallel_over_several_devices_is_refused() -> None:
+    wrapper = nn.DataParallel(Net())
+    with recollect.apply(wrapper):
+        wrapper(x()).sum().backward()
+    wrapper.device_ids = [0, 1]  # as on a machine with two
+    with pytest.raises(ValueError, match=r"^DataParallel over 2 devices cannot have regions: its replicas"):
+        recollect.apply(wrapper)
+
+
 @pytest.mark.parametrize("kind", ["script", "trace"])
 def test_what_torchscript_compiled_is_refused(kind: str) -> None:
     with warnings.catch_warnings():

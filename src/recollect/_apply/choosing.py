@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
+from torch.nn.parallel import DataParallel
 
 from recollect._apply.blocks import find_blocks
 from recollect._apply.options import Choices
@@ -127,6 +128,14 @@ def check_free(chosen: Chosen, targets: list[Target]) -> None:
     Raises:
         ValueError: a module cannot be a region, or cannot be kept by one.
     """
+    for module in targets[0].chain if targets else ():
+        if isinstance(module, DataParallel) and len(module.device_ids) > 1:
+            message = (
+                f"DataParallel over {len(module.device_ids)} devices cannot have regions: its replicas would run the "
+                "regions of the original modules.\n"
+                "Use torch.nn.parallel.DistributedDataParallel, or one device"
+            )
+            raise ValueError(message)
     for target in regions_in(chosen):
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:

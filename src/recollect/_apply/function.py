@@ -70,6 +70,7 @@ def checkpoint(
     """Make a function forget its activations in forward and recompute them in backward.
 
     Call the result as you would call the function; gradients, outputs and random numbers are those of the plain call.
+    The result is a function even for a module: keep the module itself as an attribute of your model.
     Between forward and backward it keeps the function's arguments, the random states that it advanced, and small copies
     of buffers that it updated. With grad mode off it is a plain call. `torch.func` transforms do not allow saved-tensor
     hooks: inside them outputs are compared instead of saved tensors, and `early_stop` has no effect.
