@@ -232,6 +232,16 @@ def test_plan_and_fit_refuse_what_they_cannot_use() -> None:
     try_all(refuse, wrong)
 
 
+def test_without_scipy_fit_says_so_before_it_runs_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+    def run(batch: Tensor) -> None:
+        raise AssertionError(batch)
+
+    with pytest.raises(ImportError, match=r"^a plan needs scipy, .*\nInstall it: pip install 'recollect\[plan\]'"):
+        recollect.fit(Net(), x(), step=run, budget="min")
+
+
 def test_policies_refuse_what_they_cannot_read() -> None:
     wrong: list[Wrong] = [
         (

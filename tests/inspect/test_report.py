@@ -205,23 +205,23 @@ def test_tables_have_at_least_a_line(top: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "form", "extra", "name"),
+    ("missing", "what", "extra", "name"),
     [
         ("rich.console", "text", "report", None),
         ("rich.console", "text", "report", "x.txt"),
-        ("matplotlib.figure", "plot", "plot", "x.png"),
+        ("matplotlib.figure", "a picture", "plot", "x.png"),
     ],
 )
 def test_a_missing_library_names_its_extra(
-    missing: str, form: str, extra: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, what: str, extra: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"recollect._report.{form}", raising=False)
+    monkeypatch.delitem(sys.modules, f"recollect._report.{'text' if what == 'text' else 'plot'}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     library = missing.partition(".")[0]
     with pytest.raises(ImportError) as raised:
         report(STEP, None if name is None else tmp_path / name)
     assert str(raised.value) == (
-        f'a report as {form} needs {library}, which is not installed. Run: pip install "recollect[{extra}]"'
+        f'a report as {what} needs {library}, which is not installed. Run: pip install "recollect[{extra}]"'
     )
     assert names_in(tmp_path) == []
 

@@ -28,6 +28,7 @@ from recollect._fit.ranks import Ranks
 from recollect._fit.shapes import Bucket, PlanSwitch, Seen
 from recollect._fit.verify import compare_gradients
 from recollect._plan.budget import FASTEST, SMALLEST
+from recollect._plan.solvers.highs import import_scipy
 from recollect._selective.knowledge import Learned
 
 _log = logging.getLogger("recollect")
@@ -90,6 +91,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
 
     Raises:
         BudgetError: no plan fits, or none stayed within the budget when it ran.
+        ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
         ValueError: an argument has an invalid value.
 
     >>> import torch, recollect
@@ -104,6 +106,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     check_arguments(
         model, batch, budget=budget, loss=loss, step=step, optimizer=optimizer, recover=recover, progress=progress
     )
+    import_scipy()  # before the step runs
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)
     if len(batches) > 1 and MICRO_BATCHES in asked:

@@ -173,13 +173,13 @@ def find_all_gains(profile: Profile) -> list[Gain]:
 
 def _load(form: str) -> ModuleType:
     """A module of the report that needs a library which is not always there."""
-    library, extra = {"text": ("rich", "report"), "plot": ("matplotlib", "plot")}[form]
+    library, extra, what = {"text": ("rich", "report", "text"), "plot": ("matplotlib", "plot", "a picture")}[form]
     try:
         return importlib.import_module(f"recollect._report.{form}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        message = f'a report as {form} needs {library}, which is not installed. Run: pip install "recollect[{extra}]"'
+        message = f'a report as {what} needs {library}, which is not installed. Run: pip install "recollect[{extra}]"'
         raise ImportError(message, name=library) from error
 
 

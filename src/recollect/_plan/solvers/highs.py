@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 INSTALL = (
-    "recollect.plan solves with HiGHS, which comes with scipy, but scipy cannot be imported.\n"
+    "a plan needs scipy, whose HiGHS solver makes it, but scipy cannot be imported.\n"
     "Install it: pip install 'recollect[plan]'"
 )
 
