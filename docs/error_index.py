@@ -62,6 +62,8 @@ _TELLERS = {
     "note_warning": (1, "UserWarning"),
 }  # functions of ours, and where their text is
 _CONTROL = {"SystemExit", "KeyboardInterrupt", "StopIteration", "Exit", "AssertionError", "Abort"}
+_NEVER_SEEN = {"Slipped"}  # caught by whoever recomputes
+_FEWEST_WORDS = 3  # that tell one text from others, so that "region 'x'" alone is none
 
 
 class Names:
@@ -100,8 +102,12 @@ class Entry:
 
     @property
     def what(self) -> str:
-        """The first sentence."""
-        return re.split(r"(?<=[^.])[.;:](?:\s|$)|\n", self.text, maxsplit=1)[0].strip()
+        """The first sentence, or as much as tells it from others."""
+        for end in re.finditer(r"(?<=[^.])[.;:](?:\s|$)|\n", self.text):
+            said = self.text[: end.start()]
+            if len(re.findall(r"[A-Za-z][\w.-]*", re.sub(r"\{[^}]*\}", "", said))) >= _FEWEST_WORDS:
+                return said.strip()
+        return self.text.strip()
 
     @property
     def cure(self) -> str:
@@ -151,7 +157,7 @@ def _find_raises(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.AST, int]]:
                 yield kind, node.args[place], scope, node.lineno
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             name = _name_of(node.exc.func)
-            if name and name not in _CONTROL and name[0].isupper():
+            if name and name not in _CONTROL | _NEVER_SEEN and name[0].isupper():
                 yield name, node.exc.args[-1 if name.endswith("OSError") else 0], scope, node.lineno
         elif isinstance(node, ast.Call) and _name_of(node.func) == "warn" and node.args:
             kinds = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "category")]
@@ -165,7 +171,7 @@ def _name_of(node: ast.AST) -> str:
 def _resolve(node: ast.AST, scope: ast.AST, names: Names, file: str, depth: int) -> Iterator[str]:
     """The texts that an expression may have, with the names of what is filled in."""
     if isinstance(node, ast.Constant | ast.JoinedStr):
-        yield from _write(node)
+        yield from _write(node, scope)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         right = next(_resolve(node.right, scope, names, file, depth), "...")
         for left in _resolve(node.left, scope, names, file, depth):
@@ -192,12 +198,20 @@ def _resolve_call(node: ast.Call, scope: ast.AST, names: Names, file: str, depth
                 yield from _resolve(inner.value, function, names, other, depth + 1)
 
 
-def _write(node: ast.Constant | ast.JoinedStr) -> Iterator[str]:
+def _write(node: ast.Constant | ast.JoinedStr, scope: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.JoinedStr):
         parts = (part.value if isinstance(part, ast.FormattedValue) else part for part in node.values)
-        yield "".join(str(part.value) if isinstance(part, ast.Constant) else _placeholder(part) for part in parts)
+        yield "".join(_write_part(part, scope) for part in parts)
     elif isinstance(node.value, str):
         yield node.value
+
+
+def _write_part(part: ast.expr, scope: ast.AST) -> str:
+    """A piece of a text: itself, the only text that a name stands for, or a placeholder."""
+    values = _find_values(part, scope) if isinstance(part, ast.Name) else [part]
+    if len(values) == 1 and isinstance(values[0], ast.Constant):
+        return str(values[0].value)
+    return _placeholder(part)
 
 
 def _find_values(name: ast.Name, scope: ast.AST) -> list[ast.expr]:
@@ -212,11 +226,12 @@ def _find_values(name: ast.Name, scope: ast.AST) -> list[ast.expr]:
     ]
     since = max(raises, default=0)
     values = [
-        inner.value
+        value
         for inner in inside
         if isinstance(inner, ast.Assign)
         and since < inner.lineno <= name.lineno
         and any(isinstance(target, ast.Name) and target.id == name.id for target in inner.targets)
+        for value in _append(inner, name, inside)
     ]
     values += [
         inner.iter
@@ -224,6 +239,27 @@ def _find_values(name: ast.Name, scope: ast.AST) -> list[ast.expr]:
         if isinstance(inner, ast.For) and isinstance(inner.target, ast.Name) and inner.target.id == name.id
     ]
     return values or ([] if not since else _find_values(ast.Name(id=name.id, lineno=since), scope))
+
+
+def _append(start: ast.Assign, name: ast.Name, inside: list[ast.AST]) -> Iterator[ast.expr]:
+    """A text with what is added to it on the way (``+=``), and without what is added only sometimes."""
+    ends = [inner.lineno for inner in inside if isinstance(inner, ast.Assign) and _name_of(inner.targets[0]) == name.id]
+    end = min([line for line in ends if line > start.lineno] + [name.lineno])
+    block = next((body for inner in inside for body in _bodies(inner) if start in body), [])
+    value = start.value
+    for inner in sorted((one for one in inside if isinstance(one, ast.AugAssign)), key=lambda one: one.lineno):
+        if _name_of(inner.target) == name.id and start.lineno < inner.lineno <= end:
+            if inner not in block:
+                yield value
+            value = ast.BinOp(left=value, op=ast.Add(), right=inner.value)
+    yield value
+
+
+def _bodies(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for field in ("body", "orelse", "finalbody"):
+        found = getattr(node, field, None)
+        if isinstance(found, list):
+            yield found
 
 
 def _find_parts(name: str, scope: ast.AST) -> Iterator[str]:

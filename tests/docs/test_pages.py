@@ -62,6 +62,29 @@ def test_a_text_is_split_into_what_and_what_to_do(index: ModuleType, tmp_path: P
     assert entry.cure == "the least is {x}. Raise the budget"
 
 
+def test_a_text_is_known_to_its_end_and_by_more_than_its_option(index: ModuleType, tmp_path: Path) -> None:
+    source = """
+def f(x, hint):
+    expected = "expected a whole number"
+    if x is None:
+        message = f"every={x}: {expected}, "
+        message += "as in every=2"
+        raise TypeError(message)
+    message = "this cannot be meant"
+    if hint:
+        message += f": write {hint}"
+    raise ValueError(message)
+"""
+    (tmp_path / "fit.py").write_text(source, "utf-8")
+    entries, unknown = index.find_entries(tmp_path)
+    assert unknown == []
+    assert [(entry.what, entry.text) for entry in entries] == [
+        ("every={x}: expected a whole number, as in every=2", "every={x}: expected a whole number, as in every=2"),
+        ("this cannot be meant", "this cannot be meant"),
+        ("this cannot be meant", "this cannot be meant: write {hint}"),
+    ]
+
+
 def test_every_public_name_is_on_one_page_of_the_reference() -> None:
     pages = "\n".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
     listed = re.findall(r"\.\. auto(?:function|class|exception):: recollect\.(\w+)\n", pages)

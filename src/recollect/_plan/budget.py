@@ -67,14 +67,14 @@ def parse_budget(budget: int | str, *, device_bytes: int | None = None) -> Budge
         message = f"budget {budget!r}: {expected}"
         raise TypeError(message) from None
     if not count:
-        message = f"budget {budget!r}: a step needs more than nothing; for the smallest peak that can be reached, 'min'"
+        message = f"budget {budget!r}: a step needs more than nothing; write 'min' for the smallest possible peak"
         raise ValueError(message)
     return Budget(text=budget.strip() if isinstance(budget, str) else format_bytes(count), bytes=count)
 
 
 def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budget:
     if not share:
-        message = f"budget {budget!r}: a step needs more than nothing; for the smallest peak that can be reached, 'min'"
+        message = f"budget {budget!r}: a step needs more than nothing; write 'min' for the smallest possible peak"
         raise ValueError(message)
     if not device_bytes:
         message = (
