@@ -120,7 +120,13 @@ def test_a_report_is_of_one_offload(gpt: tuple[nn.Module, Tensor]) -> None:
     model, _ = gpt
     with (
         recollect.apply(model, {"layers.*": RECOMPUTE}) as handle,
-        pytest.raises(ValueError, match="no rule offloads anything; `report` is about one"),
+        pytest.raises(ValueError, match=r"^no rule offloads anything, so there is nothing to report$"),
+    ):
+        handle.report()
+    rules = {"layers.0": recollect.offload(tier="disk"), "layers.1": recollect.offload(tier="disk")}
+    with (
+        recollect.apply(model, rules) as handle,
+        pytest.raises(ValueError, match=r"^the rules hold 2 offloads: call report"),
     ):
         handle.report()
 

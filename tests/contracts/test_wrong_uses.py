@@ -319,6 +319,23 @@ def test_torchs_names_refuse_what_torch_lets_through() -> None:
     try_all(refuse, wrong)
 
 
+def test_what_was_removed_knows_it_whoever_removed_it() -> None:
+    pytest.importorskip("scipy")
+    model = Net()
+    handle = recollect.apply(model)
+    handle.pause()
+    assert not handle.is_removed
+    handle.resume()
+    recollect.remove(model)
+    assert handle.is_removed
+    fitted = recollect.fit(model, x(), budget="min")
+    assert not fitted.is_removed
+    recollect.remove(model)
+    assert fitted.is_removed
+    with pytest.raises(ValueError, match="this fit was removed"):
+        fitted.forward_backward(x())
+
+
 def test_data_parallel_over_several_devices_is_refused() -> None:
     wrapper = nn.DataParallel(Net())
     with recollect.apply(wrapper):

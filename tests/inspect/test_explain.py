@@ -353,9 +353,16 @@ def test_what_has_no_region_is_refused() -> None:
         recollect.explain(nn.Sequential(Block()))
     assert str(caught.value) == (
         "no part of Sequential has run as a region under a policy.\n"
-        "Wrap it in recollect.checkpoint(Sequential, policy=...), run forward with grad mode on, then ask "
-        "again."
+        "Call recollect.apply(model, policy=...), run forward with grad mode on, then ask again."
     )
+    with pytest.raises(ValueError, match=r"\nWrap it in recollect\.checkpoint\(GELU, policy=\.\.\.\), run forward"):
+        recollect.explain(nn.GELU())
+
+
+def test_regions_without_a_policy_are_not_taken_for_none() -> None:
+    model = nn.Sequential(Block(), Block())
+    with recollect.apply(model):
+        assert str(recollect.explain(model)) == "Sequential has 2 regions without a policy: all of them are recomputed"
 
 
 def test_what_can_be_no_region_is_refused() -> None:

@@ -24,7 +24,6 @@ class Applied:
 
     Attributes:
         places: what happened to each module that a rule matched, in the model's order.
-        is_removed: whether it has been undone.
     """
 
     def __init__(self, model: nn.Module, places: Iterable[AppliedPlace]) -> None:
@@ -35,7 +34,8 @@ class Applied:
         self._notes: list[str] = []
         self._effect = ""
         self._away: list[Offload] = []
-        self.is_removed = False
+        self._is_undone = False
+        self._is_paused = False
 
     def _put(self, entry: InstanceForward) -> None:
         entry.put()
@@ -48,8 +48,12 @@ class Applied:
             ValueError: nothing is offloaded, or the rules hold several `recollect.offload`: ask each of those.
         """
         if len(self._away) != 1:
-            found = "no rule offloads anything" if not self._away else f"the rules hold {len(self._away)} offloads"
-            message = f"{found}; `report` is about one. Call report() of each `recollect.offload` that you passed"
+            message = "no rule offloads anything, so there is nothing to report"
+            if self._away:
+                message = (
+                    f"the rules hold {len(self._away)} offloads: call report() on each recollect.offload that you "
+                )
+                message += "passed"
             raise ValueError(message)
         return self._away[0].report()
 
@@ -64,9 +68,11 @@ class Applied:
         return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
 
     @property
-    def was_taken_away(self) -> bool:
-        """Whether `recollect.remove`, or the handle's own `remove`, has undone it."""
-        return self.is_removed or (bool(self._entries) and all(entry.is_removed for entry in self._entries))
+    def is_removed(self) -> bool:
+        """Whether it has been undone, by its own `remove` or by `recollect.remove`."""
+        if self._is_undone or self._is_paused:
+            return self._is_undone
+        return bool(self._entries) and all(entry.is_removed for entry in self._entries)
 
     def compare(self, before: Profile, after: Profile) -> None:
         """Show in the table what this frees and costs, from profiles of a step with and without it.
@@ -102,10 +108,11 @@ class Applied:
         """Restore every module. Copies of the model keep their regions, see `recollect.remove`."""
         while self._entries:
             self._entries.pop().take_away()
-        self.is_removed = True
+        self._is_undone = True
 
     def pause(self) -> None:
         """Let the model run plain until `resume`. The regions keep what they have learned."""
+        self._is_paused = True
         for entry in reversed(self._entries):
             entry.take_away()
 
@@ -122,6 +129,7 @@ class Applied:
         >>> model[0].forward
         <forward of '0' as a region of recollect>
         """
+        self._is_paused = False
         for entry in self._entries:
             entry.put_again()
 

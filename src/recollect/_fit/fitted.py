@@ -54,8 +54,8 @@ class Fitted:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it has been undone."""
-        return self._switch.is_removed
+        """Whether it has been undone, by its own `remove` or by `recollect.remove`."""
+        return self._switch.finds_it_removed()
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run forward and backward on a batch of the kind that `fit` was given. Gradients accumulate.

@@ -107,7 +107,7 @@ class PlanSwitch:
         if is_compiling() or self.is_removed or self._safe is None or not (model.training and torch.is_grad_enabled()):
             return
         asked = shapes_of(args, kwargs)
-        if not asked or self._finds_it_removed():
+        if not asked or self.finds_it_removed():
             return
         wanted = next((bucket.plan for bucket in self._buckets if bucket.covers(asked)), self._safe)
         if wanted is self._safe and not self._has_told:
@@ -123,7 +123,7 @@ class PlanSwitch:
 
     def put(self, model: nn.Module, plan: Plan) -> None:
         """Put a plan in force; the regions of the one before wait, with what they have learned."""
-        if plan is self._current or self._current is None or self._finds_it_removed():
+        if plan is self._current or self._current is None or self.finds_it_removed():
             return
         self._ready[id(self._current)][1].pause()
         if id(plan) in self._ready:
@@ -132,9 +132,9 @@ class PlanSwitch:
             self._ready[id(plan)] = (plan, apply(model, plan))
         self._current = plan
 
-    def _finds_it_removed(self) -> bool:
+    def finds_it_removed(self) -> bool:
         """Whether `recollect.remove` has taken the regions away: the model is to be plain."""
-        if self._current is not None and self._ready[id(self._current)][1].was_taken_away:
+        if self._current is not None and self._ready[id(self._current)][1].is_removed:
             self.is_removed = True
         return self.is_removed
 

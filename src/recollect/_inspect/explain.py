@@ -78,13 +78,20 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
     if regions:
         return Explanation(regions=(), note=_describe_not_run(regions[0].name, regions[0].policy))
     name = name_of(target)
-    if isinstance(target, nn.Module) and (waiting := _count_applied(target)):
-        return Explanation(
-            regions=(), note=f"{name} has {count_noun(waiting, 'region')} under a policy; none has run yet"
-        )
+    if isinstance(target, nn.Module) and (applied := [entry for entry in map(stand_in_of, target.modules()) if entry]):
+        waiting = sum(entry.choices.policy is not None for entry in applied)
+        note = f"{name} has {count_noun(waiting, 'region')} under a policy; none has run yet"
+        if not waiting:
+            note = f"{name} has {count_noun(len(applied), 'region')} without a policy: all of them are recomputed"
+        return Explanation(regions=(), note=note)
+    is_model = isinstance(target, nn.Module) and next(target.children(), None) is not None
+    how = (
+        "Call recollect.apply(model, policy=...)"
+        if is_model
+        else f"Wrap it in recollect.checkpoint({name}, policy=...)"
+    )
     message = (
-        f"no part of {name} has run as a region under a policy.\n"
-        f"Wrap it in recollect.checkpoint({name}, policy=...), run forward with grad mode on, then ask again."
+        f"no part of {name} has run as a region under a policy.\n{how}, run forward with grad mode on, then ask again."
     )
     raise ValueError(message)
 
@@ -106,12 +113,6 @@ def regions_of(model: nn.Module) -> list[ExplainedRegion]:
 
 
 # Finding
-
-
-def _count_applied(model: nn.Module) -> int:
-    """How many regions with a policy `apply` has made of a model's modules."""
-    entries = map(stand_in_of, model.modules())
-    return sum(entry is not None and entry.choices.policy is not None for entry in entries)
 
 
 def _region_of(fn: Any) -> Region | None:
