@@ -368,7 +368,7 @@ def test_what_torchscript_compiled_is_refused(kind: str) -> None:
         (lambda: API.fit(compiled, x(), budget="min"), ValueError, f"{name} is compiled by TorchScript"),
     ]
     try_all(refuse, wrong)
-    assert recollect.profile(holder, x(), timed=False).peak_bytes > 0
+    assert recollect.profile(holder, x(), timed=False, loss=compiled).peak_bytes > 0
 
 
 def test_compat_and_integrations_are_there_without_another_import() -> None:

@@ -15,7 +15,7 @@ from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision
 from recollect._core.patterns import compile_pattern
 from recollect._offload.offload import Offload, make_offload
-from recollect._policy.base import Policy, PolicyLike, as_policy, name_function
+from recollect._policy.base import Policy, PolicyLike, as_policy, name_function, takes
 from recollect._policy.presets import selective
 
 Key = str | type[nn.Module] | tuple[type[nn.Module], ...] | nn.Module | Callable[..., bool]
@@ -164,13 +164,9 @@ def _parse_key(key: Key) -> Callable[[str, nn.Module], bool]:
         raise TypeError(message)
     ask: Any = key
     wants_name = _takes_name(key)
-    try:
-        inspect.signature(ask).bind(*(("name", None) if wants_name else (None,)))
-    except ValueError:  # a builtin without a signature
-        pass
-    except TypeError:
+    if not takes(ask, 2 if wants_name else 1):
         message = f"rule {_describe_key(key)}: expected a function of a module, or of its name and the module"
-        raise TypeError(message) from None
+        raise TypeError(message)
     if wants_name:
         return lambda name, module: bool(ask(name, module))
     return lambda name, module: bool(ask(module))

@@ -21,7 +21,7 @@ from recollect._core.reachable import find_reachable, find_roots
 from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
-from recollect._policy.base import takes_one
+from recollect._policy.base import takes
 from recollect._selective.knowledge import Learned, learning_apart
 
 __recollect_role__ = Role.RUNNER
@@ -200,7 +200,7 @@ def _check(step_or_model: object, inputs: tuple[object, ...], loss: object, opti
     if loss is not None and not callable(loss):
         message = f"loss={short_repr(loss)}: expected a function from the model's output to the loss"
         raise TypeError(message)
-    if loss is not None and not takes_one(loss.forward if isinstance(loss, nn.Module) else loss):
+    if loss is not None and not takes(loss.forward if isinstance(loss, nn.Module) else loss, 1):
         message = (
             f"loss={short_repr(loss)} cannot be called with the model's output alone, as recollect.profile does.\n"
             "Give it the targets: loss=lambda output: your_loss(output, targets). recollect.fit takes both as "

@@ -219,7 +219,7 @@ def as_policy(policy: PolicyLike) -> Policy:
     if getattr(sys.modules.get("recollect"), getattr(policy, "__name__", ""), None) is policy:
         message = f"{expected}recollect.{policy.__name__} itself"
         raise TypeError(message)
-    if not takes_one(policy):
+    if not takes(policy, 1):
         message = (
             f"policy {name_function(policy)} cannot be called with one argument: a policy gets a recollect.Site and "
             "returns a recollect.Decision.\n"
@@ -230,16 +230,18 @@ def as_policy(policy: PolicyLike) -> Policy:
     return FunctionPolicy(policy)
 
 
-def takes_one(fn: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument, as far as its signature says.
+def takes(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments, as far as its signature says.
 
-    >>> takes_one(len), takes_one(lambda site: site), takes_one(lambda ctx, op, *args: op)
+    >>> takes(len, 1), takes(lambda site: site, 1), takes(lambda ctx, op, *args: op, 1)
     (True, True, False)
     """
     try:
-        inspect.signature(fn).bind(None)
-    except ValueError:  # a builtin without one
+        signature = inspect.signature(fn)
+    except (ValueError, TypeError):  # builtins and compiled functions without one
         return True
+    try:
+        signature.bind(*[None] * count)
     except TypeError:
         return False
     return True

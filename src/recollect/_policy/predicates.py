@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Site
-from recollect._policy.base import identify, name_function, takes_one
+from recollect._policy.base import identify, name_function, takes
 
 _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
@@ -167,7 +167,7 @@ def as_predicate(predicate: Callable[[Site], bool]) -> Predicate:
         message = "save_if expects a comparison such as flops_per_byte > 100, or a function from a recollect.Site to "
         message += f"True or False; not {describe_argument(predicate)}"
         raise TypeError(message)
-    if not takes_one(predicate):
+    if not takes(predicate, 1):
         message = f"predicate {name_function(predicate)} cannot be called with one argument: save_if passes it a "
         message += "recollect.Site, and expects True or False"
         raise TypeError(message)
