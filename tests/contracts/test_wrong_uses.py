@@ -350,7 +350,7 @@ def test_what_torchscript_compiled_is_refused(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated, and models use it
         block = Net().layers[0]
-        compiled: Any = torch.jit.script(block) if kind == "script" else torch.jit.trace(block, x())  # type: ignore[no-untyped-call]
+        compiled: Any = torch.jit.script(block) if kind == "script" else torch.jit.trace(block, x())
     name = type(compiled).__name__
     holder = nn.Sequential(nn.Sequential(nn.Linear(16, 16), compiled), nn.Sequential(nn.Linear(16, 16), compiled))
     wrong: list[Wrong] = [

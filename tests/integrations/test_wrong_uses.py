@@ -20,6 +20,7 @@ def test_trainers_refuse_at_once_what_would_fail_when_training_begins() -> None:
     task: Any = lightning.RecollectCallback
     hook: Any = accelerate.RecollectHook
     enable: Any = transformers.enable
+    restore: Any = export.restore_regions
     model = transformers_models()["llama"]()
     wrong: list[Wrong] = [
         (lambda: callback(nn.Linear(2, 2)), TypeError, "recollect.Decision; not <module Linear>"),
@@ -38,9 +39,9 @@ def test_trainers_refuse_at_once_what_would_fail_when_training_begins() -> None:
         ),
         (lambda: enable(model, gradient_checkpointing_kwargs={}), TypeError, "gradient_checkpointing_kwargs={}: leave"),
         (
-            lambda: export.restore_regions(nn.Linear(2, 2)),
+            lambda: restore(nn.Linear(2, 2)),
             TypeError,
             "a program from torch.export.load, not <module Linear>",
-        ),  # type: ignore[arg-type]
+        ),
     ]
     try_all(refuse, wrong)
