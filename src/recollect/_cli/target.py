@@ -88,7 +88,7 @@ def find_target(text: str, *, lets_open: bool = False) -> Script | Function:
     where, colon, name = text.rpartition(":")
     if Path(where).is_file():
         _check_ending(Path(where))
-    if not colon or not where:
+    if not colon or not where or not name:
         if text.endswith(".py"):
             _refuse_path(Path(text))
         fail(f"target {text!r}: {_FORMS}")

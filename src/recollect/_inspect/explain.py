@@ -80,7 +80,7 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
     name = name_of(target)
     if isinstance(target, nn.Module) and (applied := [entry for entry in map(stand_in_of, target.modules()) if entry]):
         waiting = sum(entry.choices.policy is not None for entry in applied)
-        note = f"{name} has {count_noun(waiting, 'region')} under a policy; none has run yet"
+        note = f"{name} has {count_noun(waiting, 'region')} under a policy; none has run yet outside of compiled code"
         if not waiting:
             note = f"{name} has {count_noun(len(applied), 'region')} without a policy: all of them are recomputed"
         return Explanation(regions=(), note=note)
