@@ -69,7 +69,7 @@ class Choice:
         )
 
     def matches(self, site: Site) -> bool:
-        """Whether it is for this site."""
+        """Whether it applies to this site."""
         return _matcher(self)(site)
 
 
@@ -114,7 +114,7 @@ class Plan:
         """The predicted peak of the whole step, as ``max_memory_allocated`` counts it.
 
         Raises:
-            ValueError: the plan was written by hand, and promises nothing.
+            ValueError: the plan was written by hand and has no predictions.
         """
         return self._promised().peak_bytes
 
@@ -123,16 +123,16 @@ class Plan:
         """The predicted time of the step.
 
         Raises:
-            ValueError: the plan was written by hand, and promises nothing.
+            ValueError: the plan was written by hand and has no predictions.
         """
         return self._promised().step_s
 
     @property
     def lower_bound_s(self) -> float | None:
-        """What no plan that only recomputes can beat within the same budget; None if it was not worked out.
+        """The time that no plan that only recomputes can beat within the same budget; None if unknown.
 
         Raises:
-            ValueError: the plan was written by hand, and promises nothing.
+            ValueError: the plan was written by hand and has no predictions.
         """
         return self._promised().lower_bound_s
 
@@ -169,7 +169,7 @@ class Plan:
 
     @classmethod
     def of(cls, policy: Callable[[Site], Decision | None], sites: Iterable[Site], *, name: str = "") -> Plan:
-        """What a policy decides for these sites, one by one; those that it is silent about (None) are left out.
+        """Make a plan of what a policy decides for these sites; those for which it returns None are left out.
 
         >>> here = Site(region="block", op="aten.mm.default")
         >>> Plan.of(lambda site: Decision.SAVE, [here]).decide(here)
@@ -179,7 +179,7 @@ class Plan:
         return cls(choices=tuple(Choice.at(site, made) for site, made in decisions if made is not None), name=name)
 
     def decide(self, site: Site) -> Decision | None:
-        """What happens at this site; None if no choice is for it."""
+        """What happens at this site; None if no choice matches it."""
         at, choice = self._exact.get(_key(site), (len(self.choices), None))
         for position, matches, other in self._patterns:
             if position > at:
@@ -189,7 +189,7 @@ class Plan:
         return None if choice is None else choice.decision
 
     def unmatched(self, sites: Iterable[Site]) -> tuple[Choice, ...]:
-        """The choices that are for none of these sites."""
+        """The choices that match none of these sites."""
         known = list(sites)
         keys = set(map(_key, known))
         return tuple(
@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A short text, the same for plans that decide the same and no others, a key for caches."""
+        """A short key for caches, equal for plans that decide the same and for no others."""
         decides = replace(self, forecast=None, fingerprint=None, notes=())
         return hashlib.sha256(decides.to_json().encode()).hexdigest()[:32]
 
@@ -224,7 +224,7 @@ class Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: the text is none, or of a later version.
+            ValueError: the text is not a plan, or has a later version.
         """
         return read_document(text, cls, kind="plan", version=_VERSION)
 

@@ -93,7 +93,7 @@ class Profile:
         is_dry: whether nothing ran except shapes, on fake tensors. Bytes and times are then estimates.
         rounding_bytes: each storage uses a multiple of this on the device.
         capacity_bytes: the memory that the device has for tensors; 0 if unknown.
-        fixed_bytes: memory that libraries hold on the device all the time, besides the storages.
+        fixed_bytes: memory that libraries hold on the device all the time, in addition to the storages.
         optimizer: name of the optimizer whose state is counted; ``""`` for none.
         torch: version of torch.
         modules: the model's modules, in its order.
@@ -105,7 +105,7 @@ class Profile:
             key/value cache. Plans are made for it.
 
     Raises:
-        ValueError: a storage or call that is referred to is not there, or a number cannot be.
+        ValueError: it refers to a storage or call that does not exist, or a number is impossible.
 
     >>> from recollect._core.calls import Lifetime, Phase, Value
     >>> relu = OpCall(op="aten.relu.default", inputs=(Value(storage=0),), outputs=(Value(storage=1),))
@@ -183,7 +183,7 @@ class Profile:
 
     @property
     def forward_count(self) -> int:
-        """How many calls are of forward, up to the first that is not."""
+        """The number of calls in forward, up to the first that is not."""
         return count_forward(self.calls)
 
     def made(self) -> Iterator[Made]:
@@ -192,12 +192,12 @@ class Profile:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """How long each storage is there, and how many bytes are at each call."""
+        """When each storage exists, and how many bytes are in use at each call."""
         return Timeline(self.storages, self.calls, rounding_bytes=self.rounding_bytes, fixed_bytes=self.fixed_bytes)
 
     @functools.cached_property
     def derived(self) -> dict[str, object]:
-        """What others have worked out of this profile, by their names; kept as long as it is, and no part of it."""
+        """What other parts of recollect computed from this profile, by name; kept with it, but not a part of it."""
         return {}
 
     @property
@@ -232,7 +232,7 @@ class Profile:
         """The profile that `to_json` wrote.
 
         Raises:
-            ValueError: the text is none, is damaged, or is of a later version.
+            ValueError: the text is not a profile, is damaged, or has a later version.
         """
         return read_document(text, cls, kind="profile", version=_VERSION)
 

@@ -37,7 +37,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Offload:
-    """Sends saved values elsewhere while it is entered; made by `recollect.offload`.
+    """Sends saved values elsewhere inside a ``with`` block; made by `recollect.offload`.
 
     A context manager that you can enter any number of times, one step after another. In the first steps it learns when
     forward makes each value and when backward needs it; after that it fetches values ahead of time.
@@ -68,11 +68,11 @@ class Offload:
         self._session.__exit__(kind, error, trace)
 
     def settle(self) -> None:
-        """For those who call `hooks` themselves: forward is over, so what was packed may leave."""
+        """Call this after forward if you use `hooks` yourself, so that the packed values can leave."""
         self._session.settle()
 
     def pass_by(self) -> None:
-        """Forward has come further without saving anything here: what has left by now may be let go."""
+        """Forward has moved on without saving anything here: release the memory of values that have left."""
         self._session.pass_by()
 
     def report(self) -> OffloadReport:
@@ -152,7 +152,8 @@ def offload(
 
     Raises:
         ValueError: an option has an invalid value.
-        TypeError: `tier` is not a tier.
+        TypeError: `tier` is not a tier, or an option has the wrong type.
+        OffloadError: the directory cannot be created.
 
     >>> import torch, recollect
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))

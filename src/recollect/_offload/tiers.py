@@ -36,7 +36,7 @@ class Tier(Protocol):
         """Delete the bytes behind a key. Must not block: it is called where graphs are freed."""
 
     def close(self) -> None:
-        """Let go of everything; once is enough."""
+        """Release everything. Calling it again does nothing."""
 
 
 class HostTier:

@@ -62,7 +62,7 @@ class OomReport:
 
     @property
     def rest_bytes(self) -> int | None:
-        """What was allocated beyond all that was found, as temporaries, gradients on their way, workspaces."""
+        """Bytes allocated beyond everything that was found: temporaries, gradients in transit, workspaces."""
         return None if self.allocated_bytes is None else max(0, self.allocated_bytes - self.alive.known_bytes)
 
     def __str__(self) -> str:

@@ -48,12 +48,12 @@ class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
     kept alive. Other exceptions pass untouched. It covers the devices' allocators and the host's (`MemoryError` and
     torch's own), and needs no device memory. If the report itself fails, that is logged under ``recollect``.
 
-    While nothing fails, it notes each call of a module, about 2 µs each, on all threads; inside code of torch.compile
-    nothing. Host memory for that is bounded (about 13 MB in long steps). When memory runs out, the report takes up to a
+    While nothing fails, it notes each call of a module, about 2 µs each, on all threads; compiled code costs nothing.
+    Host memory for that is bounded (about 13 MB in long steps). When memory runs out, the report takes up to a
     few seconds.
 
     Args:
-        misplaced: nothing belongs here.
+        misplaced: must be empty; options are passed by name.
         to: a stream to write to (by default ``sys.stderr``), or a function that receives the `OomReport`.
         top: how many rows to print of the tensors held for backward.
 
