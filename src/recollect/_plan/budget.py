@@ -78,8 +78,8 @@ def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budge
         raise ValueError(message)
     if not device_bytes:
         message = (
-            f"budget {budget!r}: it is not known how much memory the device of this profile has, as is the case for the "
-            "CPU. Give bytes, as in '40GiB', or profile for a known device: recollect.profile(model, ..., dry=True, "
+            f"budget {budget!r}: it is not known how much memory the device of this profile has, as on the CPU. Give "
+            "bytes, as in '40GiB', or profile for a known device: recollect.profile(model, ..., dry=True, "
             "device='H100')"
         )
         raise ValueError(message)
