@@ -123,6 +123,11 @@ def test_apply_refuses_what_it_cannot_apply() -> None:
         (lambda: API.apply(Net(), policy="save_matmuls"), ValueError, "; write recollect.policies.save_matmuls"),
         (lambda: API.apply(Net(), "selectiv"), ValueError, "; did you mean 'selective'?"),
         (lambda: API.apply(Net(), {"layers.*": "recompute"}), ValueError, "; write recollect.Decision.RECOMPUTE"),
+        (
+            lambda: API.apply(Net(), {"Linear": "full"}),
+            ValueError,
+            "of Net; to match the class, pass it without quotes",
+        ),
         (lambda: API.apply(Net(), {"layers.*": None}), TypeError, "or a recollect.Decision; not None"),
         (
             lambda: API.apply(Net(), {three: "full"}),

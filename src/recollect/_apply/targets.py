@@ -123,6 +123,8 @@ def describe_unmatched(pattern: str, model: nn.Module, targets: list[Target]) ->
     names = [name for target in targets if target.is_called for name in target.names if name]
     near = nearest_paths(_generalise(pattern.replace("\\", "")), map(_generalise, names))
     found = f"; {did_you_mean(near[:_MOST_SHOWN])}" if near else ", which has no modules inside"
+    if pattern in (type(target.chain[-1]).__name__ for target in targets):
+        found = "; to match the class, pass it without quotes"
     return f"pattern {pattern!r} matches no module of {type(model).__name__}{found}"
 
 
