@@ -62,7 +62,7 @@ class OomReport:
 
     @property
     def rest_bytes(self) -> int | None:
-        """Bytes allocated beyond everything that was found: temporaries, gradients in transit, workspaces."""
+        """Bytes allocated beyond what was found, such as temporaries, gradients in transit and workspaces."""
         return None if self.allocated_bytes is None else max(0, self.allocated_bytes - self.alive.known_bytes)
 
     def __str__(self) -> str:
