@@ -226,7 +226,7 @@ def test_a_plan_without_regions_is_refused_by_apply() -> None:
 
 
 def test_options_of_rules_are_refused_beside_a_plan() -> None:
-    with pytest.raises(ValueError, match="only work with rules: a plan already names its modules"):
+    with pytest.raises(ValueError, match="only works with rules: a plan already names its modules"):
         recollect.apply(GPT(), Plan(), every=2)
 
 
