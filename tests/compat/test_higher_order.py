@@ -398,7 +398,10 @@ def test_a_function_may_close_over_tensors() -> None:
             lambda a: body(a, y) + shift, x
         )
 
-    assert same(step(compiled(fn, Seen().backend)), step(lambda x, y: (body(x, y) + x.cos()) + (body(x, y) + x.cos())))
+    found = step(compiled(fn, Seen().backend))
+    expected = step(lambda x, y: (body(x, y) + x.cos()) + (body(x, y) + x.cos()))
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found, expected)  # a traced backward may add up what reaches x in another order
 
 
 @each_region
