@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from recollect._offload.disk import CHUNK_BYTES, DiskTier, Place
+from recollect._offload.disk import CHUNK_BYTES, DiskTier, FileSpan
 from recollect._offload.host_memory import aligned_bytes
 
 PIECE_BYTES = 64 * 2**20
@@ -46,12 +46,12 @@ def measure_disk(folder: Path, total: int) -> dict[str, Ways]:
     with ThreadPoolExecutor(WORKERS) as workers:
         for number in range(ROUNDS):
             tier = DiskTier(folder)
-            keys: list[Place] = []
+            keys: list[FileSpan] = []
 
-            def write(tier: DiskTier = tier, keys: list[Place] = keys) -> None:
+            def write(tier: DiskTier = tier, keys: list[FileSpan] = keys) -> None:
                 keys.extend(workers.map(lambda _: tier.write(data), range(pieces)))
 
-            def read(tier: DiskTier = tier, keys: list[Place] = keys) -> None:
+            def read(tier: DiskTier = tier, keys: list[FileSpan] = keys) -> None:
                 list(workers.map(lambda item: tier.read(item[1], rooms[item[0] % WORKERS]), enumerate(keys)))
 
             ours_first = number % 2 == 0

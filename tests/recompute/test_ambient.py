@@ -259,3 +259,12 @@ def test_an_exception_while_restoring_takes_back_what_was_set() -> None:
             backward(loss)
     assert what_is_in_force() == before
     assert entered == ["in", "out"]
+
+
+@pytest.mark.parametrize("returned", [nullcontext(), {"scale": 1.0}], ids=["context manager", "dict"])
+def test_a_state_that_cannot_be_put_back_is_refused_when_it_is_read(returned: Any) -> None:
+    with (
+        recollect.register_ambient(lambda: returned),
+        pytest.raises(TypeError, match=r"register_ambient returned .*: expected None, or a function without arguments"),
+    ):
+        recollect.checkpoint(torch.sin)(torch.ones(2, requires_grad=True))

@@ -452,3 +452,12 @@ def test_a_backward_inside_the_first_call_of_a_class_does_not_update_its_buffers
     x = torch.ones(2, requires_grad=True)
     backward(recollect.checkpoint(fn)(x).sum())
     assert module.calls == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+def test_a_module_of_torchscript_is_refused_by_name() -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    x = torch.ones(2, requires_grad=True)
+    for fn in (nn.Sequential(nn.Tanh(), scripted), lambda x: scripted(x)):
+        with pytest.raises(TypeError, match="a region uses Linear, which is compiled by TorchScript"):
+            recollect.checkpoint(fn)(x)

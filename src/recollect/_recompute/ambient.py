@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recollect._core.argument_text import short_repr
 from recollect._core.registry import Registration, Registry
 from recollect._core.torch_private.ambient import any_autocast_enabled, put_state, read_state
 from recollect._recompute.rng import accelerator
@@ -61,7 +62,7 @@ def register_ambient(capture: Capture) -> Registration:
     >>> registration.remove()
     """
     if not callable(capture):
-        message = f"register_ambient expects a function, not {capture!r}"
+        message = f"register_ambient expects a function, not {short_repr(capture)}"
         raise TypeError(message)
     return _registered.add(capture)
 
@@ -111,6 +112,18 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
     torch.set_autocast_cache_enabled(is_cached)
 
 
+def _call(capture: Capture) -> Callable[[], AbstractContextManager[Any]] | None:
+    maker = capture()
+    if maker is None or (callable(maker) and not hasattr(maker, "__enter__")):
+        return maker
+    message = (
+        f"a function given to register_ambient returned {short_repr(maker)}: expected None, or a function without "
+        "arguments that returns a context manager. A context manager can be entered once, and each recomputation needs "
+        "one: return the function that makes it"
+    )
+    raise TypeError(message)
+
+
 class Ambient:
     """The state around one execution of a region."""
 
@@ -120,7 +133,7 @@ class Ambient:
         self._autocast = _read_autocast() if any_autocast_enabled() else None
         self._state = read_state()
         captures = _registered.items
-        self._makers = [maker for capture in captures if (maker := capture()) is not None] if captures else None
+        self._makers = [maker for capture in captures if (maker := _call(capture)) is not None] if captures else None
 
     def restore(self) -> ExitStack | None:
         """Set what stands otherwise now; gives what puts it back, None if nothing had to be set."""

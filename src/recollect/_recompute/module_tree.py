@@ -8,7 +8,7 @@ from operator import call, is_, itemgetter
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
@@ -29,6 +29,7 @@ def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
     attributes: list[Table] = []
     level = roots
     for _ in range(_DEEPEST):
+        _refuse_compiled(level)
         modules += level
         found = list(map(vars, level))
         attributes += found
@@ -37,6 +38,17 @@ def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
             return modules, attributes
     modules = list(dict.fromkeys([*roots, *(module for root in roots for module in root.modules())]))
     return modules, list(map(vars, modules))
+
+
+def _refuse_compiled(modules: list[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, jit.ScriptModule):
+            name = getattr(module, "original_name", type(module).__name__)
+            message = (
+                f"a region uses {name}, which is compiled by TorchScript: what it holds cannot be seen, nor put back "
+                "for recomputation. Use the original module, or leave it out of the region"
+            )
+            raise TypeError(message)
 
 
 def _values(tables: list[Table]) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core import fake_values
+from recollect._core.argument_text import short_repr
 from recollect._core.registry import Registration, Registry
 from recollect._core.scope import current_run
 from recollect._core.torch_private.dispatch import without_dispatch_modes
@@ -67,7 +68,7 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     >>> registration.remove()
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        message = f"register_state expects a subclass of torch.nn.Module, not {module_class!r}"
+        message = f"register_state expects a subclass of torch.nn.Module, not {short_repr(module_class)}"
         raise TypeError(message)
     if not names or not all(isinstance(name, str) for name in names):
         message = f"register_state({module_class.__name__}) needs attribute names, not {names!r}"
