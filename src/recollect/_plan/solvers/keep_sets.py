@@ -23,6 +23,7 @@ from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_fo
 
 _SLICES = 12
 _CALLS_IN_FULL = 300  # a run of more is looked at less closely: it is one of few, and its parts are looked at too
+_NEAR = 0.5  # of a slice
 _LONGEST_S = 1.0
 _HALF, _LEAST = 0.5, 1e-6
 _MOST_CORNERS = 24
@@ -87,12 +88,20 @@ def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
 
 
 def _try_slices(program: IntegerProgram) -> Iterator[frozenset[int]]:
-    """The corners of the lower hull of bytes and seconds, and between them the quickest for so many bytes."""
+    """The corners of the lower hull of bytes and seconds, and between them the quickest for so many bytes.
+
+    A corner is the quickest for its own bytes, and soon found: where one has nearly as many, no other is looked for.
+    """
     share = min(1.0, _CALLS_IN_FULL / max(1, program.count_calls()))
-    yield from program.find_corners(round(_MOST_CORNERS * share))
+    corners = list(program.find_corners(round(_MOST_CORNERS * share)))
+    yield from corners
+    sizes = [program.count_bytes(kept) for kept in corners]
     slices = max(1, round(_SLICES * share))
     for number in range(slices + 1):
-        kept = program.solve(program.plain_bytes * number // slices)
+        most_bytes = program.plain_bytes * number // slices
+        if any(0 <= most_bytes - size <= _NEAR * program.plain_bytes / slices for size in sizes):
+            continue
+        kept = program.solve(most_bytes)
         if kept is not None:
             yield kept
 
@@ -283,9 +292,13 @@ class IntegerProgram:
         if values is None:
             return None
         kept = self._read_kept(values)
-        size = sum(self._values[storage].bytes for storage in kept)
+        size = self.count_bytes(kept)
         seconds = sum(self._problem.prices.again_s(call) for call, at in self._again.items() if values[at] > _HALF)
         return kept, size, seconds
+
+    def count_bytes(self, kept: frozenset[int]) -> int:
+        """What a choice holds."""
+        return sum(self._values[storage].bytes for storage in kept)
 
     def _read_kept(self, values: list[float]) -> frozenset[int]:
         return frozenset(
