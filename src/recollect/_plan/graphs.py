@@ -28,6 +28,7 @@ from recollect._plan.waists import find_valleys
 _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts is how many operations weigh a byte
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take, if its result is written nowhere
 _BISECTIONS = 10
+_APART, _PRICES = 0.1, 11  # how far apart prices are that are tried in any case, and how many
 _STRIDES = (1, 2)  # through the valleys: of a transformer's every second one lies between two blocks
 _OF_MANY = 32  # times as large is what statistics are made of, at least
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
@@ -148,12 +149,18 @@ def _list_keep_sets(profile: Profile, budget_bytes: int | None) -> Iterator[Keep
     always = _find_always(profile)
     plain = _judge(simulator, problem, run.needs | always)
     yield plain
-    valleys = find_valleys(problem, run)
-    for there in dict.fromkeys((always, *(always.union(*valleys[::stride]) for stride in _STRIDES))):
+    ways = (find_valleys(problem, run), find_valleys(problem, run, across_skips=True))
+    crossings = (always.union(*valleys[::stride]) for valleys in ways for stride in _STRIDES)
+    for there in dict.fromkeys((always, *crossings)):
         program = IntegerProgram(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
         small, large = _judge(simulator, problem, program.keep_at(high) | there), plain
         yield small
+        for price_of_byte in _list_prices(high) if there == always else ():
+            found = _judge(simulator, problem, program.keep_at(price_of_byte) | there)
+            yield found
+            if budget_bytes is not None and found.peak_bytes <= budget_bytes:
+                low, high, small = price_of_byte * _APART, price_of_byte, found
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5 if low else high / 2**_BISECTIONS
             found = _judge(simulator, problem, program.keep_at(middle) | there)
@@ -208,6 +215,15 @@ def _find_always(profile: Profile) -> frozenset[int]:
 def _is_statistic(call: OpCall) -> bool:
     most = max((value.bytes for value in call.inputs), default=0)
     return is_reducing(call) and sum(value.bytes for value in call.outputs) * _OF_MANY <= most
+
+
+def _list_prices(highest: float) -> Iterator[float]:
+    """Prices from the highest down to one at which all is kept.
+
+    A higher price need not lower the peak: in a U-Net, whose skips leave no narrow place, it makes the whole net again
+    at once. The smallest peak of one was at a price ten million times below the highest.
+    """
+    return (highest * _APART**exponent for exponent in range(1, _PRICES + 1))
 
 
 def _find_highest(problem: Problem) -> float:
