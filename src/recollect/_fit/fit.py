@@ -197,7 +197,7 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
     assert plan.forecast is not None
     limit, ranks = plan.forecast.budget_bytes, attempt.subject.ranks
     wanted: int | str = budget
-    seen, tried = Seen(), set[str]()
+    seen, tried, peaks = Seen(), set[str](), list[int]()
     with as_written(attempt.subject.model):
         ranks.together(lambda: compare_gradients(attempt))
     for tries in range(1, _MOST_TRIES + 1):
@@ -216,17 +216,19 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
             continue
         assert limit is not None
         measured = run.peak_bytes
+        peaks += [] if measured is None else [measured]
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
         _log.info("recollect.fit: measured %s with a budget of %s, planning again for %s", measured, limit, wanted)
         tried.add(plan.digest)
-        plan = _plan_tighter(attempt, wanted, limit, measured, refusal, tried)
+        plan = _plan_tighter(attempt, wanted, limit, min(peaks, default=None), refusal, tried)
+    least = min(peaks, default=None)
     message = (
-        f"none of the {_MOST_TRIES} plans that were tried stayed within {format_bytes(limit or 0)}: the last "
-        f"took {'more than the device has' if measured is None else format_bytes(measured)}.\n"
+        f"none of the {_MOST_TRIES} plans that were tried stayed within {format_bytes(limit or 0)}: the smallest peak "
+        f"was {'more than the device has' if least is None else format_bytes(least)}.\n"
         "Raise the budget, or shrink the batch"
     )
-    raise BudgetError(message, measured or plan.peak_bytes)
+    raise BudgetError(message, least or plan.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +292,8 @@ def _plan_tighter(  # noqa: PLR0917 (the last two are for the refusal)
     except BudgetError as error:
         _, _, predicted = str(error).partition(": ")
         message = (
-            f"no plan fits {format_bytes(limit)}: {took} under the plan for it, and there is no tighter plan.\n"
+            f"no plan fits {format_bytes(limit)}: {took} under the best of the plans for it that ran, and there is no "
+            "tighter plan.\n"
             f"The prediction was lower: {predicted}"
         )
         raise BudgetError(message, error.smallest_bytes) from None
