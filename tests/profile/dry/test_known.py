@@ -130,6 +130,8 @@ def test_a_ctc_loss_is_as_large_as_its_longest_target() -> None:
 class Counting(torch.nn.Module):
     """Counts its calls, and perhaps what is in them, and scales by the first count."""
 
+    counts: Tensor
+
     def __init__(self, *, writes_unknown: bool) -> None:
         super().__init__()
         self.writes_unknown = writes_unknown
