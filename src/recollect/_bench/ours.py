@@ -28,7 +28,8 @@ def list_plans(seen: Profile, shares: tuple[int, ...], *, tiers: str | None = No
     held = seen.timeline.held_bytes
     span = seen.peak_bytes - held
     found = []
-    for share in (*shares, "min"):
+    every: tuple[int | str, ...] = (*shares, "min")
+    for share in every:
         name = name_share(share, tiers=tiers)
         budget = share if isinstance(share, str) else held + span * share // 100
         try:
@@ -49,7 +50,8 @@ def list_compiled(held_bytes: int, span_bytes: int, shares: tuple[int, ...]) -> 
         shares: in percent.
     """
     found = []
-    for share in (*shares, "min"):
+    every: tuple[int | str, ...] = (*shares, "min")
+    for share in every:
         budget = share if isinstance(share, str) else held_bytes + span_bytes * share // 100
         options = {"custom_partitioner_fn": partitioner(budget=budget)}
         found.append(Contender(name=name_share(share), family=OURS, options=options))
