@@ -34,7 +34,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 # Of these Dynamo traces for up to a minute.
-SLOWEST = ("deepseek-v3", "mamba", "unet", "autoencoder", "gpt-oss", "whisper", "qwen3-moe")
+SLOWEST = ("deepseek-v3", "mamba", "unet", "gpt-oss", "whisper", "qwen3-moe")
 DECODERS = ("llama", "mistral", "qwen3")  # like gemma3, and tests/compile/test_models.py compiles them
 
 
