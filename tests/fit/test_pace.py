@@ -105,9 +105,10 @@ def test_as_many_blocks_are_replayed_as_the_host_can_follow(step: Profile, monke
     monkeypatch.setattr(work, "USUAL", slow)
     points = work_for(at(step, Pace.DEVICE), None).frontier().points
     followed = [sum(option.way is PlannedWay.REPLAY for _, option in point.choice) for point in points]
-    at_first = followed[:-2]
-    assert max(at_first) == 3
-    assert followed == [*at_first, 4, 4]  # the smallest peaks need all of them, however long that takes
+    first = followed.index(4)
+    assert max(followed[:first]) == 3
+    assert followed[first:] == [4] * len(followed[first:])  # the smallest peaks need all, however long that takes
+    assert len(followed[first:]) <= 3, followed
 
 
 def test_planning_leaves_the_pace_as_it_was(step: Profile) -> None:

@@ -114,7 +114,7 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
 
 def _call(capture: Capture) -> Callable[[], AbstractContextManager[Any]] | None:
     maker = capture()
-    if maker is None or (callable(maker) and not hasattr(maker, "__enter__")):
+    if maker is None or (callable(maker) and not hasattr(type(maker), "__enter__")):
         return maker
     message = (
         f"a function given to register_ambient returned {short_repr(maker)}: expected None, or a function without "
