@@ -256,24 +256,17 @@ def read_found(printed: str) -> list[list[str]]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("[")]
 
 
-def run_here(program: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """As a process of its own would run it, to which names are those of its main module."""
-    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
-    return read_found(capsys.readouterr().out)
-
-
 def run_elsewhere(program: str) -> list[list[str]]:
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     return read_found(done.stdout)
 
 
-@pytest.mark.kernels  # without it Inductor has other settings here than elsewhere
 @pytest.mark.usefixtures("folder")
-def test_processes_share_code_by_equal_policies_and_by_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_share_code_by_equal_policies_and_by_no_others() -> None:
     same = {"size": "1 KiB", "bound": 5, "word": "kept"}
     changed = {"size": "1 B", "bound": 10**6, "word": "other"}
-    assert run_here(program_of(same), capsys) == [["miss"] * 4]
+    assert run_elsewhere(program_of(same)) == [["miss"] * 4]
     # An object may read anything, so no process takes another's code for its own.
     assert run_elsewhere(program_of(same, changed)) == [["hit", "hit", "hit", "miss"], ["miss"] * 4]
 
