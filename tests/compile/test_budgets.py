@@ -164,7 +164,7 @@ def test_a_planned_model_recomputes_in_its_graph_what_the_plan_says() -> None:
 class Hourglass(nn.Module):
     """Skips from the first layers to the last: nowhere does little cross."""
 
-    def __init__(self, layers: int = 6, width: int = 8) -> None:
+    def __init__(self, layers: int = 4, width: int = 8) -> None:
         super().__init__()
         self.down = nn.ModuleList(self.make_layer(width, width) for _ in range(layers))
         self.up = nn.ModuleList(self.make_layer(2 * width, width) for _ in range(layers))

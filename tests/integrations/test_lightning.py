@@ -113,7 +113,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize("command", [pytest.param("plan", marks=pytest.mark.long), "fit"])
 def test_the_command_line_gives_the_batch_to_the_training_step(command: str, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK)
     done = recollect(command, "task.py:make", "--budget", "min", "--quiet", folder=tmp_path)
