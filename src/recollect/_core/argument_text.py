@@ -31,7 +31,8 @@ def short_repr(value: Any) -> str:
     if isinstance(value, list | tuple) and torch is not None and any(_is_torchs(one, torch) for one in value):
         inside = ", ".join(map(short_repr, value))
         return _cut(f"[{inside}]" if isinstance(value, list) else f"({inside})")
-    return _cut(" ".join(repr(value).split()) if "\n" in repr(value) else repr(value))
+    text = repr(value)
+    return _cut(" ".join(text.split()) if "\n" in text else text)
 
 
 def describe_argument(value: Any) -> str:

@@ -21,7 +21,8 @@ from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, 
 from recollect._selective.drafting import Draft, Sorts
 from recollect._selective.operator_modes import at_places
 from recollect._selective.outlines import Outline
-from recollect._selective.recording import WRITES, RecordedCall, Recording, name_of_call
+from recollect._selective.recorded import RecordedCall
+from recollect._selective.recording import WRITES, Recording, name_of_call
 
 
 class _Beneath:

@@ -15,7 +15,8 @@ from recollect._selective.outlines import Outline
 from recollect._selective.program import HELD, Cast, HeldCast, Inner, Program
 
 if TYPE_CHECKING:
-    from recollect._selective.recording import RecordedCall, Recording, Saved
+    from recollect._selective.recorded import RecordedCall, Saved
+    from recollect._selective.recording import Recording
 
 # Autocast casts all that these are given: given a cast, they do the same.
 _CASTING = frozenset(

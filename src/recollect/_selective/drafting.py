@@ -19,7 +19,8 @@ from recollect._selective.recording import WRITES
 from recollect._selective.renumbering import Renumbering
 
 if TYPE_CHECKING:
-    from recollect._selective.recording import RecordedCall, Recording, Saved
+    from recollect._selective.recorded import RecordedCall, Saved
+    from recollect._selective.recording import Recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from recollect._selective.asking import Asker
     from recollect._selective.decisions import Decisions
     from recollect._selective.knowledge import Knowledge
-    from recollect._selective.recording import Recording, Saved
+    from recollect._selective.recorded import Saved
+    from recollect._selective.recording import Recording
 
 __recollect_role__ = Role.REGION
 

@@ -16,7 +16,7 @@ believed.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -30,16 +30,16 @@ from recollect._core.torch_private.composites import ATTENTION
 from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
 from recollect._selective.casts import find_cast
-from recollect._selective.kept_call import States, has_same_bits, read_states, sources_of, version_of
-from recollect._selective.outlines import Bits, Memories, Outline, share_memory
+from recollect._selective.kept_call import read_states, sources_of, version_of
+from recollect._selective.outlines import Memories, Outline, share_memory
 from recollect._selective.program import (
     NOWHERE,
     Cast,
     Link,
-    Listed,
     Unfixed,
     template_of,
 )
+from recollect._selective.recorded import RecordedCall, Saved
 from recollect._selective.tensor_classes import TensorClasses
 
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -55,68 +55,6 @@ def name_of_call(func: Any) -> str:
     """A function of torch in words; an attribute by its name."""
     owner = getattr(func, "__self__", None)
     return str(getattr(owner, "__name__", None) or getattr(func, "__name__", func))
-
-
-class RecordedCall:
-    """One call of torch."""
-
-    __slots__ = (
-        *("args", "bump", "copies", "func", "is_kept", "is_single", "kwargs", "links", "needs_grad"),
-        *("outs", "place", "saved", "states", "statistics", "written"),
-    )
-
-    def __init__(self, func: Any) -> None:
-        self.func = func
-        self.args: list[Any] = []
-        self.copies: list[tuple[Tensor, ref[Any]]] = []  # what was cast or copied inside, and the memory of what came
-        self.kwargs: dict[str, Any] = {}
-        self.links: list[int] = []
-        self.needs_grad: list[bool] = []  # of each link: what a custom Function gives begins to require it afterwards
-        self.outs: list[int] = []
-        self.is_kept = False  # whether a policy keeps some of what ran beneath
-        self.is_single = True
-        self.place = ""
-        self.saved = 0
-        self.states: States = []
-        self.written, self.bump = NOWHERE, 0  # the number it overwrites, and how far that moves the version
-        self.statistics: frozenset[int] = frozenset()  # numbers of what it updates unseen
-
-    def is_plain(self) -> bool:
-        """Whether its tensors stand on their own, and not in lists or keywords."""
-        return not any(isinstance(value, Listed) for value in self.args) and not any(
-            isinstance(value, (Link, Listed)) for value in self.kwargs.values()
-        )
-
-
-class Saved(NamedTuple):
-    """One saved tensor.
-
-    Attributes:
-        tensor: itself if it is held, else its outline.
-        owner: the call that saved it; None if none did.
-        place: which of that call's saved tensors it is.
-        base: its number, or that of the argument or result of the call that it is a view of; None if the call made it
-            inside.
-        is_base: whether it is that tensor itself.
-        meta: its metadata.
-        bits: its bits, if it is not held.
-        cast: how its call made it of an argument, if it did.
-    """
-
-    tensor: Tensor | Outline
-    owner: RecordedCall | None
-    place: int
-    base: int | None
-    is_base: bool
-    meta: tuple[Any, ...]
-    bits: Bits | None
-    cast: Cast | None
-
-    def has_bits_of(self, value: Tensor) -> bool:
-        """Whether another tensor is equal to it, to the bit."""
-        if isinstance(self.tensor, Tensor):
-            return has_same_bits(value, self.tensor)
-        return self.bits is not None and self.bits.are_of(value)
 
 
 class Recording(FunctionMode):

@@ -21,7 +21,8 @@ from recollect._selective.program import (
 )
 
 if TYPE_CHECKING:
-    from recollect._selective.recording import RecordedCall, Recording
+    from recollect._selective.recorded import RecordedCall
+    from recollect._selective.recording import Recording
 
 
 class Renumbering:
