@@ -24,7 +24,7 @@ from recollect._plan.ways import can_replay, find_sendable
 _BUDGETS = 40
 _CLOSER = 5  # times, before the second
 _NARROWINGS = 12
-_FEWER_BUDGETS = 20
+_FEWER_BUDGETS = 28
 _MOST_PRICES = 16
 _MORE = 1 + 1e-6  # what has just this price is taken
 _BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)

@@ -14,7 +14,7 @@ from typing import Any
 from recollect._plan.options import Weighed
 from recollect._plan.solvers.highs import INSTALL
 
-_BUCKETS = 2048
+_BUCKETS = 4096
 
 
 def choose_options(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_bytes: int) -> list[Weighed] | None:

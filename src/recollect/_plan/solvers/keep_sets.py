@@ -23,7 +23,7 @@ from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_fo
 
 _SLICES = 12
 _CALLS_IN_FULL = 300  # a run of more is looked at less closely: it is one of few, and its parts are looked at too
-_NEAR = 0.5  # of a slice
+_NEAR = 0.2  # of a slice
 _LONGEST_S = 1.0
 _HALF, _LEAST = 0.5, 1e-6
 _MOST_CORNERS = 24
