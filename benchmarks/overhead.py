@@ -12,6 +12,7 @@ state and checks. `--quick` takes fewer rounds. Needs `rich`, and for the last t
 importable.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -80,8 +81,14 @@ def sines(count: int, x: Tensor) -> Tensor:
 def nested(call: Call, depth: int, x: Tensor) -> Tensor:
     """The body of the outermost of `depth` regions: the inner ones, then a saved tensor of its own."""
     if depth > 1:
-        x = call(partial(nested, call, depth - 1), x)
+        x = call(body_of(call, depth - 1), x)
     return x.tanh()
+
+
+@functools.cache
+def body_of(call: Call, depth: int) -> Callable[[Tensor], Tensor]:
+    """The same function at each call, so that only who wraps anew pays for it."""
+    return partial(nested, call, depth)
 
 
 def chain(call: Call, function: Callable[[Tensor], Tensor], regions: int) -> tuple[Step, Step]:
@@ -157,7 +164,7 @@ def saved_case(setting: Setting) -> Iterator[Case]:
 def nested_case(setting: Setting) -> Iterator[Case]:
     depth = 3
     chosen = [engine for engine in engines(setting.device) if engine.nests]
-    found = costs({"": lambda call: partial(nested, call, depth)}, chosen, 16, setting)
+    found = costs({"": lambda call: body_of(call, depth)}, chosen, 16, setting)
     title = f"{depth} nested regions of one saved tensor each: cost beyond the floor"
     yield cost_case("nested", title, {engine: cost for (_, engine), cost in found.items()})
 

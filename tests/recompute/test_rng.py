@@ -144,29 +144,117 @@ def test_numbers_that_a_region_is_found_to_draw_are_drawn_again(kind: str, x: Te
     assert stands
 
 
-def test_other_generators_are_read_at_the_first_calls_and_where_they_move(
-    x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = Counted(random.getstate)
-    monkeypatch.setattr(random, "getstate", reads)
+@pytest.mark.parametrize("kind", ["python", "numpy"])
+def test_a_region_that_begins_to_draw_later_draws_the_same_again(kind: str, x: Tensor) -> None:
+    draw, _ = DRAWS[kind]
     drawn: list[float] = []
 
-    def draws(x: Tensor) -> Tensor:
-        drawn.append(random.random())
-        return (x * drawn[-1]).exp()
+    def fn(x: Tensor) -> Tensor:
+        if is_late:
+            drawn.append(draw())
+        return x.exp().sin()
 
-    region, drawing = recollect.checkpoint(torch.sin), recollect.checkpoint(draws)
+    region = recollect.checkpoint(fn)
+    for step in range(8):
+        is_late = step >= 5
+        loss = region(x).sum()
+        draw()
+        backward(loss)
+    assert len(drawn) == 6
+    assert drawn[::2] == drawn[1::2]
+
+
+SECONDS: dict[str, Callable[[], float]] = {
+    "python": (lambda: random.gauss(0.0, 1.0)),
+    "numpy": np.random.standard_normal,
+}
+"""Each makes two numbers at a time: every second call takes what waits, and moves nothing else."""
+
+
+@pytest.mark.parametrize("kind", SECONDS)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_gaussian_that_waits_is_part_of_the_state(kind: str, *, waits: bool, x: Tensor) -> None:
+    draw = SECONDS[kind]
+    drawn: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        drawn.append(draw())
+        return x.exp().sin()
+
+    if waits:
+        draw()
+    backward(recollect.checkpoint(torch.sin)(x).sum())  # reads the state as it is now
+    loss = recollect.checkpoint(fn)(x).sum()
+    draw()
+    backward(loss)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_state_set_again_is_told_from_the_one_without_a_waiting_gaussian(x: Tensor) -> None:
+    np.random.standard_normal()
+    waiting = np.random.get_state()
+    np.random.standard_normal()  # the same words, and nothing waits
+    backward(recollect.checkpoint(torch.sin)(x).sum())
+    np.random.set_state(waiting)
+    drawn: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        drawn.append(np.random.standard_normal())
+        return x.exp().sin()
+
+    loss = recollect.checkpoint(fn)(x).sum()
+    np.random.standard_normal()
+    backward(loss)
+    assert drawn[0] == drawn[1]
+
+
+def test_other_generators_are_read_whole_only_where_they_move(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"python": Counted(random.getstate), "numpy": Counted(np.random.get_state)}
+    region = recollect.checkpoint(torch.sin)
+    backward(region(x).sum())
+    monkeypatch.setattr(random, "getstate", whole["python"])
+    monkeypatch.setattr(np.random, "get_state", whole["numpy"])
     for _ in range(3):
         backward(region(x).sum())
-    assert reads.calls > 0
-    reads.calls = 0
+    assert [reads.calls for reads in whole.values()] == [0, 0]
+    random.random()
+    np.random.random()
     backward(region(x).sum())
-    assert reads.calls == 0
-    for _ in range(5):
-        loss = drawing(x).sum()
-        random.random()
-        backward(loss)
-    assert drawn[::2] == drawn[1::2]
+    assert [reads.calls for reads in whole.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy"])
+def test_where_memory_cannot_be_compared_every_reading_is_whole(
+    kind: str, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in (rng._PYTHON, rng._NUMPY):
+        monkeypatch.setattr(source, "_is_known", False)
+        monkeypatch.setattr(source, "_last", None)
+    forward, again, stands = drawn_twice(kind, True, x)
+    assert forward == again
+    assert stands
+
+
+def test_another_bit_generator_of_numpy_is_preserved(x: Tensor) -> None:
+    numbers: Any = np.random
+    own = numbers.get_bit_generator()
+    try:
+        for other in (np.random.MT19937(5), np.random.PCG64(5)):
+            numbers.set_bit_generator(other)
+            backward(recollect.checkpoint(torch.sin)(x).sum())  # draws nothing
+            drawn: list[float] = []
+
+            def fn(x: Tensor, drawn: list[float] = drawn) -> Tensor:
+                drawn.append(np.random.random())
+                return x.exp().sin()
+
+            loss = recollect.checkpoint(fn)(x).sum()
+            expected = other.state
+            backward(loss)
+            assert drawn[0] == drawn[1]
+            assert str(other.state) == str(expected)
+    finally:
+        numbers.set_bit_generator(own)
 
 
 @pytest.mark.parametrize("place", ["positional", "keyword", "nested"])

@@ -3,13 +3,12 @@
 At entry each generator is read once; at exit it is read again, and those that did not move are dropped: a region that
 drew nothing restores nothing. Philox generators (CUDA and its kin) are read as seed and offset, which stay on the
 host: no device synchronisation. The CPU generator's 5 KB state is read whole, because it has no offset (0.7 µs).
+Python's and NumPy's are in `host_rng.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,14 +22,9 @@ from torch import Tensor
 
 from recollect._core.pytree import Arguments
 from recollect._recompute.graph_rng import enter_capture
-from recollect._recompute.memory import FOUND
+from recollect._recompute.host_rng import NumpySource, PythonSource, memcmp
 
 _NAMES = frozenset({"torch", "python", "numpy"})
-
-# PyDLL: holding the GIL over 5 KB is cheaper than giving it away.
-_memcmp = ctypes.PyDLL("msvcrt" if sys.platform == "win32" else None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcmp.restype = ctypes.c_int
 
 
 class Source(Protocol):
@@ -57,7 +51,7 @@ class _StateSource:
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         # Not torch.equal: a mode around the region must not see an operator of ours.
-        return not _memcmp(one.data_ptr(), other.data_ptr(), one.numel())
+        return not memcmp(one.data_ptr(), other.data_ptr(), one.numel())
 
 
 class _PhiloxSource:
@@ -103,37 +97,8 @@ class _DeviceSource:
     same = _StateSource.same
 
 
-class _PythonSource:
-    """Python's `random`."""
-
-    __slots__ = ()
-
-    def read(self) -> object:
-        return random.getstate()
-
-    def write(self, state: Any) -> None:
-        random.setstate(state)
-
-    def same(self, one: object, other: object) -> bool:
-        return one == other
-
-
-class _NumpySource:
-    """NumPy's global generator."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        return sys.modules["numpy"].random.get_state()
-
-    def write(self, state: Any) -> None:
-        sys.modules["numpy"].random.set_state(state)
-
-    def same(self, one: Any, other: Any) -> bool:
-        return one[2:] == other[2:] and bool((one[1] == other[1]).all())
-
-
 _CPU = _StateSource(torch.default_generator)
+_PYTHON, _NUMPY = PythonSource(), NumpySource()
 
 
 def sources_by_request(kinds: frozenset[str]) -> list[Source]:
@@ -234,14 +199,14 @@ def parse_preserve(preserve: bool | Iterable[str]) -> frozenset[str]:  # noqa: F
     """The kinds of generator to preserve.
 
     >>> sorted(parse_preserve(True)), sorted(parse_preserve(False)), sorted(parse_preserve({"torch", "numpy"}))
-    (['found', 'torch'], [], ['numpy', 'torch'])
+    (['numpy', 'python', 'torch'], [], ['numpy', 'torch'])
     >>> parse_preserve("cuda")
     Traceback (most recent call last):
     ...
     ValueError: preserve_rng='cuda': expected True, False or a collection of 'numpy', 'python', 'torch'
     """
     if isinstance(preserve, bool):
-        return frozenset({"torch", FOUND}) if preserve else frozenset()
+        return _NAMES if preserve else frozenset()
     is_collection = isinstance(preserve, Iterable) and not isinstance(preserve, str)
     kinds: frozenset[str] = frozenset(preserve) if is_collection else frozenset()
     if not kinds or not kinds <= _NAMES:
@@ -258,7 +223,7 @@ _newest: list[ref[Tensor]] = []
 def _stored_once(state: Tensor) -> Tensor:
     """This state, or the equal one that was stored last: a region and the first nested one begin the same."""
     stored = _newest[0]() if _newest else None
-    if stored is not None and not _memcmp(state.data_ptr(), stored.data_ptr(), _CPU_BYTES):
+    if stored is not None and not memcmp(state.data_ptr(), stored.data_ptr(), _CPU_BYTES):
         return stored
     _newest[:] = [ref(state)]
     return state
@@ -319,19 +284,17 @@ class RngState:
         state = self._cpu
         if state is not None:
             now = _read_cpu()  # named, so that it outlives the comparison of addresses
-            if not _memcmp(state.data_ptr(), now.data_ptr(), _CPU_BYTES):
+            if not memcmp(state.data_ptr(), now.data_ptr(), _CPU_BYTES):
                 self._cpu = None
             else:
                 self._cpu = _stored_once(state)
         if self._others:
-            self._others = [entry for entry in self._others if not entry[0].same(entry[1], entry[0].read())]
+            self._others = [
+                (source, state)
+                for source, state in self._others
+                if (now := source.read()) is not state and not source.same(state, now)
+            ]
         return None if self._cpu is None and not self._others else self
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """Which of Python's and NumPy's there are."""
-        found = [source for source, _ in self._others]
-        return frozenset(name for name, source in (("python", _PYTHON), ("numpy", _NUMPY)) if source in found)
 
     @property
     def entries(self) -> list[tuple[Source, Any]]:
@@ -355,6 +318,3 @@ def put_back(states: list[tuple[Source, Any]]) -> None:
     """After recomputation: set every generator where `restore` found it."""
     for source, state in states:
         source.write(state)
-
-
-_PYTHON, _NUMPY = _PythonSource(), _NumpySource()

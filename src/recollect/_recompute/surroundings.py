@@ -19,7 +19,7 @@ from recollect._core.reachable import find_modules
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
-from recollect._recompute.memory import FOUND, Memory
+from recollect._recompute.memory import Memory
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.objects import COLLECTIONS, ObjectState, copy_collections, may_change
 from recollect._recompute.rng import RngState, Source, put_back
@@ -63,7 +63,7 @@ class Surroundings:
     """
 
     __slots__ = (
-        *("_ambient", "_collecting", "_context", "_memory", "_objects", "_rng"),
+        *("_ambient", "_collecting", "_context", "_objects", "_rng"),
         *("is_captured", "modules", "preserved", "region"),
     )
 
@@ -79,9 +79,8 @@ class Surroundings:
     ) -> None:
         self.region = region
         self._ambient = Ambient()
-        self._memory = memory
-        self.preserved = memory.preserved if memory is not None and FOUND in preserve else preserve
-        self._rng = RngState(self.preserved, arguments) if preserve else None
+        self.preserved = preserve
+        self._rng = RngState(preserve, arguments) if preserve else None
         self.is_captured = self._rng is not None and self._rng.around_forward is not None
         roots, loose = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
@@ -116,8 +115,6 @@ class Surroundings:
             self.modules.settle()
         if self._rng is not None:
             self._rng = self._rng.settle(self.region)
-            if self._memory is not None and self._memory.looks:
-                self._memory.note_moved(frozenset() if self._rng is None else self._rng.kinds)
         if self._objects is not None:
             self._objects = self._objects.settle()
 
