@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from recollect._fit import work
 from tests.collecting import collect_new, collect_seldom
 from tests.guards import leave_guards_untimed
-from tests.pricing import little_overheads
+from tests.pricing import little_overheads, usual_sending
 from tests.seeding import seed_only_what_is_here
 from tests.sharing_out import TOGETHER, Sharing, find_shared
 from tests.tracing import leave_compilers_untraced
@@ -84,6 +84,7 @@ def _little_overheads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Regions cost the host little, and always the same, see `tests/pricing.py`."""
     if request.path.name != "test_overheads.py":
         monkeypatch.setattr(work, "measured_overheads", little_overheads)
+        monkeypatch.setattr(work, "measured_sending", usual_sending)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,7 +22,12 @@ def little_overheads(*_: object, **__: object) -> dict[str, Overhead]:
     return dict(_LITTLE)
 
 
+def usual_sending(*_: object, **__: object) -> dict[str, Overhead]:
+    """Stands in for `measured_sending`."""
+    return {}
+
+
 def fix_overheads() -> None:
     """Measure none in this process, which lives for tests alone."""
     planning: Any = work
-    planning.measured_overheads = little_overheads
+    planning.measured_overheads, planning.measured_sending = little_overheads, usual_sending

@@ -124,3 +124,28 @@ def test_what_regions_cost_the_host_is_measured_with_the_device(is_autocast: boo
     found = measure_overheads("cuda", is_autocast=is_autocast)
     assert all(0 < one.forward_s(20) < 5e-3 for one in found.values())
     assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_what_sending_costs_the_host_is_measured_with_the_device_and_pins_nothing_for_good(is_autocast: bool) -> None:
+    from recollect._fit.sending import measure_sending
+    from recollect._offload.offload import Offload, measuring_offloads
+    from recollect._plan.overheads import USUAL
+
+    before = torch.cuda.get_rng_state()
+    sessions = []
+    with measuring_offloads() as make_away:
+
+        def make(min_bytes: int) -> Offload:
+            sessions.append(make_away(min_bytes)._session)
+            return Offload(sessions[-1])
+
+        found = measure_sending(USUAL, "cuda", is_autocast=is_autocast, make_away=make)
+        values = [session.report().values for session in sessions]
+        host = sessions[0].transfers.host
+    assert values[0] == 0
+    assert all(values[1:])
+    assert all(0 < one.value_forward_s < 1e-3 and 0 < one.value_backward_s < 1e-3 for one in found.values())
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    assert host is not None
+    assert host.pool.held_bytes == 0

@@ -83,8 +83,8 @@ def test_a_busy_machine_is_measured_in_fewer_rounds(monkeypatch: pytest.MonkeyPa
         timed.append(model)
         return own(model, *args, **options)
 
-    own = measuring._time_once
-    monkeypatch.setattr(measuring, "_time_once", count)
+    own = measuring.time_once
+    monkeypatch.setattr(measuring, "time_once", count)
     monkeypatch.setattr(measuring, "_LONG_S", float("inf"))
     measure_overheads()
     usually = len(timed)
@@ -113,11 +113,11 @@ def test_the_calls_are_as_many_as_are_counted(
     size: int, kept: int, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measuring, "__recollect_role__", Role.PROGRAM, raising=False)
-    ops = (measuring._NORMS, *measuring._OTHERS)[:kept]
-    model = nn.Sequential(nn.Sequential(*(measuring._Layer(0.0) for _ in range(size))))
+    ops = (measuring.NORMS, *measuring._OTHERS)[:kept]
+    model = nn.Sequential(nn.Sequential(*(measuring.Layer(8) for _ in range(size))))
     problem = Problem(recollect.profile(model, torch.ones(1, 4, 8, requires_grad=True)))
     [run] = problem.runs_of("0")
-    assert problem.count_torch_calls(range(run.first, run.stop)) == size * measuring._CALLS
+    assert problem.count_torch_calls(range(run.first, run.stop)) == size * measuring.CALLS
     calls = {number for number in range(run.first, run.stop) if problem.calls[number].op in ops}
     way, held = find_held_for(problem, run, calls)
     made = find_recomputed(problem, run, Treatment(way=way, kept=held))

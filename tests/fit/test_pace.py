@@ -15,10 +15,11 @@ from recollect._fit import work
 from recollect._fit.standard import FULL
 from recollect._fit.work import Work, work_for
 from recollect._plan import recipes
-from recollect._plan.overheads import USUAL
+from recollect._plan.overheads import USUAL, name_overhead
 from recollect._plan.prices import Pace
 from recollect._plan.rehearse import rehearse
-from recollect._plan.treatments import PlannedWay, Treatment
+from recollect._plan.treatments import PlannedWay, Treatment, find_held, find_sent
+from recollect._plan.ways import find_sendable
 
 pytest.importorskip("scipy")
 
@@ -79,6 +80,58 @@ def test_what_regions_do_in_forward_counts_where_the_device_waits_there(step: Pr
     after = rerun_all(paced), rerun_all(device)
     assert after[0][0] - before[0][0] == pytest.approx(4 * more_s, rel=0.1)
     assert after[1][0] - before[1][0] < more_s
+
+
+def send(made: Work, way: PlannedWay) -> tuple[float, int]:
+    """How long the step takes if two blocks send something, and how many values they send."""
+    problem = made.problem
+    runs = [run for number in range(2) for run in problem.runs_of(f"layers.{number}")]
+    kept = [frozenset(find_sendable(problem, run, run.needs)) for run in runs]
+    chosen = [
+        (
+            run,
+            Treatment(way=way, kept=held, sent=held) if way is PlannedWay.REPLAY else Treatment(way=way, is_away=True),
+        )
+        for run, held in zip(runs, kept, strict=True)
+    ]
+    if way is PlannedWay.OFFLOAD:
+        count = sum(len(find_sent(problem, [run])) for run in runs)
+    elif way is PlannedWay.REPLAY:
+        count = sum(map(len, kept))
+    else:
+        count = sum(len(find_held(problem, *pair)) for pair in chosen)
+    return rehearse(problem, chosen).step_s, count
+
+
+@pytest.mark.parametrize("way", [PlannedWay.OFFLOAD, PlannedWay.RERUN, PlannedWay.REPLAY])
+def test_each_value_that_is_sent_costs_the_host_time_in_both_directions(step: Profile, way: PlannedWay) -> None:
+    forward_s, backward_s = 1e-4, 3e-4
+    for wanted, share in ((Pace.HOST, 1.0), (Pace.DEVICE, 0.0)):
+        made = work_for(at(step, wanted), 1e15)
+        before_s, count = send(made, way)
+        name = name_overhead(way.value, sends=True)
+        slower = replace(made.problem.overheads[name], value_forward_s=forward_s, value_backward_s=backward_s)
+        usual = made.problem.overheads[name]
+        made.problem.overheads = {**made.problem.overheads, name: slower}
+        after_s, _ = send(made, way)
+        assert count > (1 if way is PlannedWay.RERUN else 8)
+        more_s = count * (forward_s + backward_s - usual.value_forward_s - usual.value_backward_s)
+        assert after_s - before_s == pytest.approx(share * more_s, rel=0.05, abs=0.1 * more_s)
+
+
+def test_where_the_host_sets_the_pace_plans_send_nothing_that_costs_it_much(
+    step: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    for value_s in (0.0, 5e-3):
+        prices = {way: replace(one, value_forward_s=value_s, value_backward_s=value_s) for way, one in USUAL.items()}
+        monkeypatch.setattr(work, "USUAL", prices)
+        seen = at(step, Pace.HOST)
+        held = seen.timeline.held_bytes
+        plan = recollect.plan(seen, budget=int(held + 0.7 * (seen.peak_bytes - held)), tiers="host")
+        sent.append(sum(region.offloaded_bytes for region in plan.regions))
+    assert sent[0] > 0
+    assert sent[1] == 0
 
 
 def test_a_step_that_waits_in_forward_is_planned_to_run_few_blocks_again(

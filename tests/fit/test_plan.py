@@ -4,13 +4,17 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import recollect
+import recollect._fit.plan as planning
 from recollect import BudgetError, Choice, Decision, Plan, Profile
 from recollect._core.forecasts import PlannedRegion
 from recollect._core.units import format_bytes
@@ -24,6 +28,7 @@ from recollect._recompute.frame import Frame
 from recollect._selective.program import Bound, Program
 from recollect._selective.way import SelectiveWay
 from tests.models import GPT, MoE, UNet, ViT
+from tests.plan.blocks import stacks
 from tests.timing import with_fixed_times
 
 pytest.importorskip("scipy")
@@ -256,16 +261,22 @@ def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         recollect.plan(recollect.profile(torch.nn.Linear(2, 2), torch.ones(1, 2)), budget="min")
 
 
-def test_whole_modules_go_to_the_host_where_that_is_allowed_and_gradients_stay() -> None:
-    torch.manual_seed(0)
-    model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
-    seen = recollect.profile(model, *inputs, dry=True, device="H200")
+def test_whole_modules_go_to_the_host_where_that_is_allowed() -> None:
+    with torch.device("meta"):
+        model, tokens = GPT(width=1024, layers=4, dropout=0.0), torch.zeros(8, 2048, dtype=torch.long)
+    seen = recollect.profile(model, tokens, dry=True, device="H200")
     plan = recollect.plan(seen, budget=seen.peak_bytes * 9 // 10, tiers="host", link_bytes_per_s=1e13)
     sent = [region for region in plan.regions if region.way == "offload"]
     assert sent
     assert all(region.offloaded_bytes for region in sent)
-    alone = recollect.plan(seen, budget=seen.peak_bytes * 9 // 10)
-    assert plan.step_s <= alone.step_s
+    assert plan.step_s < recollect.plan(seen, budget=seen.peak_bytes * 9 // 10).step_s
+
+
+def test_where_whole_modules_go_to_the_host_gradients_stay() -> None:
+    torch.manual_seed(0)
+    model, inputs = GPT(width=64, dropout=0.0), (torch.randint(0, 32, (16, 64)),)
+    kind = type(model.layers[0]).__name__
+    plan = Plan(regions=(PlannedRegion(path="layers.0", kind=kind, way="offload", tier="host", keeps="all"),))
     expected = gradients(model, inputs)
     with recollect.apply(model, Plan.from_json(plan.to_json())) as handle:
         with pytest.warns(UserWarning, match="values that are already in host memory stay"):  # there is no device here
@@ -273,6 +284,35 @@ def test_whole_modules_go_to_the_host_where_that_is_allowed_and_gradients_stay()
         found = [gradients(model, inputs) for _ in range(3)]
         assert "offload to host" in str(handle)
     assert all(are_equal(expected, one) for one in found)
+
+
+def test_the_smallest_plan_is_the_one_that_fits_the_smallest_budget_with_its_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):
+        model, tokens = GPT(width=1024, layers=6, dropout=0.0), torch.zeros(8, 2048, dtype=torch.long)
+    seen = recollect.profile(model, tokens, dry=True, device="H200")
+    alone = recollect.plan(seen, budget="min")
+    for margin, sends in ((0.0, True), (0.2, False)):
+        monkeypatch.setattr(planning, "find_margin_share", lambda _, *, sends=False, more=margin: more * sends)
+        joint = recollect.plan(seen, budget="min", tiers="host", link_bytes_per_s=1e12)
+        assert (joint.peak_bytes < alone.peak_bytes) is sends
+        assert (joint.regions == alone.regions) is not sends
+
+
+@settings(max_examples=15, deadline=None)
+@given(stacks(layers=3), st.floats(1e4, 1e7), st.lists(st.integers(0, 100), min_size=1, max_size=4))
+def test_a_plan_that_may_send_is_never_slower_than_one_that_may_not(
+    step: Profile, link_bytes_per_s: float, shares: list[int]
+) -> None:
+    larger = tuple(replace(storage, bytes=storage.bytes * 2**17) for storage in step.storages)
+    seen = replace(step, storages=larger)
+    floor = recollect.plan(seen, budget="min").peak_bytes
+    for share in shares:
+        budget = (floor + (seen.peak_bytes - floor) * share // 100) * 101 // 100
+        alone = recollect.plan(seen, budget=budget)
+        joint = recollect.plan(seen, budget=budget, tiers="disk", link_bytes_per_s=link_bytes_per_s)
+        assert joint.step_s <= alone.step_s
 
 
 @pytest.mark.parametrize("way", ["rerun", "serve", "replay"])

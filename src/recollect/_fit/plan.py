@@ -107,7 +107,7 @@ def plan(
         margin = int((asked.bytes or 0) * find_margin_share(profile, sends=smallest is not works[0]))
         raise BudgetError(explain_refusal(smallest.problem, point, asked, margin), point.peak_bytes)
     if asked.text == SMALLEST:
-        best = min(found, key=lambda one: (one.point.peak_bytes, one.point.step_s))
+        best = min(found, key=lambda one: (_find_least_budget(profile, one, works), one.point.step_s))
     else:  # what sends nothing away needs less of a margin
         best = min(found, key=lambda one: (one.point.step_s, one.point.peak_bytes))
     tier = "" if tiers is None else read_tiers(tiers)
@@ -121,6 +121,11 @@ class _Found:
     work: Work
     point: Point
     margin_bytes: int
+
+
+def _find_least_budget(profile: Profile, found: _Found, works: Sequence[Work]) -> float:
+    """The smallest budget that what was chosen fits, with its margin: where values are sent that is larger."""
+    return found.point.peak_bytes / (1 - find_margin_share(profile, sends=found.work is not works[0]))
 
 
 def _choose(frontier: Frontier, asked: Budget, margin_bytes: int) -> Point | None:

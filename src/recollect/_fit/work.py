@@ -12,6 +12,7 @@ from recollect._core.argument_text import short_repr
 from recollect._core.profiles import Clock, Profile
 from recollect._core.spelling import choose_words
 from recollect._fit.overheads import measured_overheads
+from recollect._fit.sending import measured_sending
 from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.overheads import USUAL, Overhead
@@ -22,7 +23,7 @@ from recollect._profile.links import measure_disk, measure_pinned
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
 _MARGIN_SENT = 0.005  # copies may fall behind their timetable; within 0.06% of the predicted peak on an H200
 _TIERS = ("host", "disk", "host, disk")
-_OVERHEADS, _LINK = "overheads", "link to"  # names of what profiles keep that was measured
+_OVERHEADS, _SENDING, _LINK = "overheads", "overheads of sending", "link to"  # what profiles keep that was measured
 _PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
 
@@ -56,7 +57,7 @@ def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:
     """What regions cost the host: measured here for steps that ran here, else what is usual."""
     profile = problem.plain
     device = "cuda" if profile.clock is Clock.DEVICE else "cpu"
-    if profile.is_dry or not profile.modules or (device == "cuda" and not torch.cuda.is_available()):
+    if not _ran_here(profile):
         return USUAL
     known = profile.derived.get(_OVERHEADS)
     if not isinstance(known, dict):
@@ -64,10 +65,26 @@ def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:
     return known
 
 
+def _find_sending(problem: Problem) -> Mapping[str, Overhead]:
+    """What regions cost the host, those that send values as well: measured where there is a device to send from."""
+    profile = problem.plain
+    if profile.clock is Clock.HOST or not _ran_here(profile):
+        return problem.overheads
+    known = profile.derived.get(_SENDING)
+    if not isinstance(known, dict):
+        known = profile.derived[_SENDING] = measured_sending("cuda", is_autocast=bool(problem.casts))
+    return {**problem.overheads, **known}
+
+
+def _ran_here(profile: Profile) -> bool:
+    is_elsewhere = profile.clock is Clock.DEVICE and not torch.cuda.is_available()
+    return bool(profile.modules) and not profile.is_dry and not is_elsewhere
+
+
 def take_measured(profile: Profile, other: Profile) -> None:
     """What was measured here for another profile of the same model on the same device holds for this one."""
     for name, known in other.derived.items() if profile.is_dry == other.is_dry else ():
-        if name in (_OVERHEADS, *(f"{_LINK} {tier}" for tier in _TIERS)):
+        if name in (_OVERHEADS, _SENDING, *(f"{_LINK} {tier}" for tier in _TIERS)):
             profile.derived.setdefault(name, known)
 
 
@@ -83,7 +100,9 @@ def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
             work = Work(problem)
         else:
             here = work_for(profile, None)
-            work = Work(here.problem.with_link(link_bytes_per_s), here)
+            problem = here.problem.with_link(link_bytes_per_s)
+            problem.overheads = _find_sending(problem)
+            work = Work(problem, here)
         profile.derived[key] = work
     return work
 

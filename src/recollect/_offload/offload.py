@@ -24,7 +24,7 @@ from recollect._offload.compression import Compression
 from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Stayed
 from recollect._offload.session import Session
-from recollect._offload.tiers import Tier, shared_hosts
+from recollect._offload.tiers import HostTier, Tier, shared_hosts
 from recollect._offload.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -224,6 +224,28 @@ def make_offload(tier: TierLike = "host", *, min_bytes: int | str = LEAST_BYTES,
     session = make_session(*_read_options(tier, None, min_bytes, None, IN_FLIGHT_BYTES, True, None))  # noqa: FBT003
     session.transfers.copies_host = copies_host
     return Offload(session)
+
+
+@contextmanager
+def measuring_offloads() -> Iterator[Callable[[int], Offload]]:
+    """Makes offloads to the host, for values of at least so many bytes, that say nothing and leave no trace.
+
+    They share pinned memory of their own, which is given back at the end. torch's allocator may keep it for later
+    tensors of this process.
+    """
+    host, in_flight = HostTier(), IN_FLIGHT_BYTES
+
+    def make(min_bytes: int) -> Offload:
+        accounts = Accounts(measures=False)
+        transfers = Transfers(host=host, slow=None, staging=host, in_flight=in_flight, accounts=accounts)
+        whole = Compression(None)
+        options = SessionOptions(min_bytes=min_bytes, in_flight=in_flight, waits=True, compression=whole)
+        return Offload(Session(host.name, options, transfers, is_quiet=True))
+
+    try:
+        yield make
+    finally:
+        host.close()
 
 
 class _Places(threading.local):

@@ -57,9 +57,11 @@ class Session:
         tier: in words, where values go.
         options: how it behaves.
         transfers: what does the copying.
+
+    Quiet ones say nothing of what they did, or of steps that wait.
     """
 
-    def __init__(self, tier: str, options: SessionOptions, transfers: Transfers) -> None:
+    def __init__(self, tier: str, options: SessionOptions, transfers: Transfers, *, is_quiet: bool = False) -> None:
         self.tier, self.options, self.transfers = tier, options, transfers
         self._min_bytes = options.min_bytes
         self._lock = threading.RLock()
@@ -72,7 +74,7 @@ class Session:
         self._learner = Learner(tier, options, transfers)
         self._unclosed: deque[Step] = deque(maxlen=MEASURED_STEPS)  # whose times cannot be read yet
         self._notices = transfers.notices
-        self._has_logged = self._has_warned = False
+        self._has_logged = self._has_warned = is_quiet
 
     # The hooks.
 

@@ -244,7 +244,7 @@ class _Stage:
             forward_s, backward_s = self._host_s[index]
             own = range(self._at[run.first], self._at[run.stop - 1] + 1)
             yield from ((step, forward_s / len(own)) for step in own)
-            later = again.get(index) or ([] if run.start is None else [self._at[run.start]])
+            later = again.get(index) or [self._at[moment] for moment, _ in run.asks]
             yield from ((step, backward_s / len(later)) for step in later)
 
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:

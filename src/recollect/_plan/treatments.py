@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from recollect._plan.overheads import name_overhead
 from recollect._plan.problem import Problem, Run
 
 
@@ -45,6 +46,11 @@ class Treatment:
     def sends(self) -> bool:
         """Whether something of it goes elsewhere."""
         return self.is_away or bool(self.sent) or self.way is PlannedWay.OFFLOAD
+
+    @property
+    def overhead(self) -> str:
+        """The name of what it costs the host; see `overheads.py`."""
+        return name_overhead(self.way.value, sends=self.sends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +149,7 @@ def count_host(
     problem: Problem, run: Run, treatment: Treatment, again: list[tuple[int, list[int]]]
 ) -> tuple[float, float]:
     """What the host does for a region beyond its calls, in forward and in backward."""
-    overhead = problem.overheads[treatment.way.value]
+    overhead = problem.overheads[treatment.overhead]
     known: dict[tuple[int, int], tuple[int, int]] = problem.derived.setdefault("calls of torch", {})
     key = (run.first, run.stop)
     if key not in known:
@@ -152,7 +158,21 @@ def count_host(
     calls, draws = known[key]
     made = [call for _, some in again for call in some]
     drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random) if draws else 0
-    return overhead.forward_s(calls, draws), overhead.backward_s(calls, problem.count_torch_calls(made), drawn)
+    sent = _count_sent(problem, run, treatment) if treatment.sends else 0
+    backward_s = overhead.backward_s(calls, problem.count_torch_calls(made), drawn, sent)
+    return overhead.forward_s(calls, draws, sent), backward_s
+
+
+def _count_sent(problem: Problem, run: Run, treatment: Treatment) -> int:
+    """How many values a region sends; counted once."""
+    known: dict[tuple[int, int, Treatment], int] = problem.derived.setdefault("values sent", {})
+    key = (run.first, run.stop, treatment)
+    if key not in known:
+        if treatment.way is PlannedWay.OFFLOAD:
+            known[key] = len(find_sent(problem, [run]))
+        else:
+            known[key] = len(find_held(problem, run, treatment) if treatment.is_away else treatment.sent)
+    return known[key]
 
 
 def _find_draws(problem: Problem, numbers: Iterable[int]) -> list[int]:
