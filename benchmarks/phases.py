@@ -49,6 +49,7 @@ def watched(clock: Callable[[], float]) -> Iterator[Phases]:
         phases.watch(stack, run.Runner, "measure_gradients", "gradients")
         phases.watch(stack, work, "find_frontier", "solve")
         phases.watch(stack, work, "measured_overheads", "overheads")
+        phases.watch(stack, work, "measured_sending", "sending")
         phases.watch(stack, work, "_measure_link", "link")
         phases.watch(stack, work.Bound, "seconds", "bound")
         phases.watch(stack, fitting, "apply", "apply")
