@@ -21,6 +21,8 @@ from recollect._plan.ways import can_replay
 
 _EXPECTED = 50  # candidates for each chain
 _REFINEMENTS, _FAR = 2, 60
+_STRIDE = 6  # of a recipe's budgets, at first
+_CLOSE = 0.004  # of the plain step: between two budgets at which a recipe is no closer to the frontier it is left alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ def find_frontier(
             plain = rehearse(problem, [])
             for chain in chains:
                 for recipe in list_recipes(problem, chain, plain):
-                    search.solve((recipe, budget) for budget in recipe.budgets)
+                    search.explore(recipe)
     finally:
         problem.prices.pace = pace
     for _ in range(_REFINEMENTS):
@@ -119,17 +121,16 @@ class _Search:
         self.judged: list[Point] = [] if known is None else list(known.candidates)
         self.expected = 0
         self._problem, self._progress = problem, progress
-        self._seen = {_key_of(point.choice) for point in self.judged}
+        self._seen = {_key_of(point.choice): point for point in self.judged}
         self._recipes: dict[int, tuple[Recipe, int]] = {}  # by the id of a point: how it was made, for how many bytes
 
-    def judge(self, name: str, choice: Iterable[tuple[Segment, Option]]) -> Point | None:
-        """Judge a candidate; None if it is known."""
+    def judge(self, name: str, choice: Iterable[tuple[Segment, Option]]) -> Point:
+        """Judge a candidate, unless it is known."""
         problem = self._problem
         treated = tuple((segment, option) for segment, option in choice if option.acts)
         key = _key_of(treated)
         if key in self._seen:
-            return None
-        self._seen.add(key)
+            return self._seen[key]
         found = rehearse(problem, [pair for segment, option in treated for pair in option.treat(problem, segment)])
         point = Point(
             choice=treated,
@@ -140,16 +141,33 @@ class _Search:
             pace=found.pace,
         )
         self.judged.append(point)
+        self._seen[key] = point
         if self._progress is not None:
             self._progress(len(self.judged), max(self.expected, len(self.judged)))
         return point
 
-    def solve(self, wishes: Iterable[tuple[Recipe, int]]) -> None:
+    def solve(self, wishes: Iterable[tuple[Recipe, int]]) -> list[Point]:
         """Judge what recipes give for so many bytes."""
+        points = []
         for recipe, wanted in wishes:
-            point = self.judge("planned", recipe.choose(wanted))
-            if point is not None:
-                self._recipes[id(point)] = (recipe, wanted)
+            points.append(self.judge("planned", recipe.choose(wanted)))
+            self._recipes.setdefault(id(points[-1]), (recipe, wanted))
+        return points
+
+    def explore(self, recipe: Recipe) -> None:
+        """Judge what a recipe gives for its budgets: for some of them, then for those between that may be worth it."""
+        budgets = recipe.budgets
+        places = sorted({*range(0, len(budgets), _STRIDE), len(budgets) - 1})
+        points = self.solve((recipe, budgets[place]) for place in places)
+        frontier = Frontier(points=_without_worse(self.judged), candidates=())
+        is_close = [self._is_close(point, frontier) for point in points]
+        for (low, high), ends in zip(itertools.pairwise(places), itertools.pairwise(is_close), strict=True):
+            if any(ends):
+                self.solve((recipe, budget) for budget in budgets[low + 1 : high])
+
+    def _is_close(self, point: Point, frontier: Frontier) -> bool:
+        best = frontier.fastest_within(point.peak_bytes)
+        return best is not None and point.step_s - best.step_s <= _CLOSE * self._problem.plain_s
 
     def find_paces(self) -> set[Pace]:
         """The paces of what is on the frontier: candidates are to be made for these."""
