@@ -37,7 +37,7 @@ def __getattr__(name: str) -> object:
 
     if name != "__all__" and name not in _public.__all__:
         message = f"module 'recollect' has no attribute {name!r}"
-        raise AttributeError(message, name=name)
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
     globals().update({known: getattr(_public, known) for known in _public.__all__}, __all__=_public.__all__)
     return globals()[name]
 

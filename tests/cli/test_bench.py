@@ -105,6 +105,10 @@ def test_another_budget_is_another_measurement(invoke: Invoke, asked: list[Any])
     ("options", "message"),
     [
         (("Bert",), "unknown model Bert: expected one or more of Llama, ResNet"),
+        (("lama",), "GPT, MoE, ViT, U-Net; did you mean 'Llama'?"),
+        (("--size", "smal"), "--size smal: expected small, large, or both; did you mean 'small'?"),
+        (("--mode", "compile"), "--mode compile: expected eager, compiled, or both; did you mean 'compiled'?"),
+        (("--largest", "lenght"), "--largest lenght: expected batch or length; did you mean 'length'?"),
         (("--size", "huge"), "--size huge: expected small, large, or both"),
         (("--mode", "lazy"), "--mode lazy: expected eager, compiled, or both"),
         (("--largest", "width"), "--largest width: expected batch or length"),

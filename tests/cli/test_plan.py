@@ -204,7 +204,11 @@ def test_a_lever_is_used_where_the_budget_needs_it(invoke: Invoke) -> None:
     assert "lever micro_batches:" in done.out
     done = invoke("fit", "blocks:make_model", "--budget", "2.5MiB", "--lever", "prayer")
     assert done.code == 2
-    assert "--lever prayer: expected chunked_loss, chunked_mlp, micro_batches" in done.err
+    assert "--lever prayer: expected chunked_loss, chunked_mlp, micro_batches\n" in done.err
+    done = invoke("fit", "blocks:make_model", "--budget", "2.5MiB", "--lever", "micro_batch")
+    assert "--lever micro_batch: expected chunked_loss, chunked_mlp, micro_batches; did you mean 'micro_batches'?" in (
+        done.err
+    )
 
 
 def test_fit_needs_a_module(invoke: Invoke) -> None:
@@ -255,6 +259,7 @@ def test_a_world_divides_the_state(invoke: Invoke) -> None:
     ("options", "code", "message"),
     [
         (("--unknown", "width"), 2, "has no parameter 'width'; it takes batch, length"),
+        (("--unknown", "lenght"), 2, "has no parameter 'lenght'; it takes batch, length; did you mean 'length'?"),
         (("--set", "batch:8"), 2, "--set batch:8: expected NAME=N, as in --set batch=8"),
         (("--set", "width=8", "--dry"), 2, "has no parameter 'width'; it takes batch, length"),
         (("--shard", "zero3"), 2, "--shard zero3: expected fsdp2"),

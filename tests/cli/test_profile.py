@@ -92,12 +92,12 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
             ["train.py:make_model", "--dtype", "bf17"],
             (
                 "--dtype bf17: expected one of torch's floating-point types: bf16, bfloat16, float16, float32, "
-                "float64, fp16, fp32, fp64, half"
+                "float64, fp16, fp32, fp64, half; did you mean 'bf16'?"
             ),
         ),
         (
             ["train.py:make_model", "--optimizer", "AdanW"],
-            "--optimizer AdanW: torch.optim has no optimizer 'AdanW'; did you mean AdamW or Adam or RAdam?",
+            "--optimizer AdanW: torch.optim has no optimizer 'AdanW'; did you mean 'AdamW' or 'Adam'?",
         ),
         (
             ["train.py:make_model", "--optimizer", "nowhere:Lion"],
@@ -134,10 +134,10 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (["nowhere:make", "--json", LONG], f"{LONG} cannot be written: File name too long"),
         (["train:"], "target 'train:': expected module:function, path/to/file.py:function or path/to/script.py"),
         (["train"], "target 'train': expected module:function, path/to/file.py:function or path/to/script.py"),
-        (["trian.py"], "there is no file trian.py; did you mean train.py?"),
-        (["trian.py:make_model"], "there is no file trian.py; did you mean train.py?"),
+        (["trian.py"], "there is no file trian.py; did you mean 'train.py'?"),
+        (["trian.py:make_model"], "there is no file trian.py; did you mean 'train.py'?"),
         (["no/train.py"], "there is no file no/train.py, nor a folder no"),
-        (["train.py:make_modle"], "train.py has no 'make_modle'; did you mean make_model or make_step?"),
+        (["train.py:make_modle"], "train.py has no 'make_modle'; did you mean 'make_model'?"),
         (
             ["train.py:zzz"],
             "train.py has no 'zzz'; it has make_model, make_mapping, make_step, STEP, run_step, train",
@@ -179,7 +179,7 @@ def test_a_step_that_takes_arguments_is_given_the_variables_of_its_module(invoke
 
 def test_a_module_that_is_not_there_is_named_with_those_near(invoke: Invoke, folder: Path) -> None:
     done = invoke("profile", "trian:make_model")
-    expected = f"error: no module named 'trian', neither in {folder} nor installed; did you mean train?\n"
+    expected = f"error: no module named 'trian', neither in {folder} nor installed; did you mean 'train'?\n"
     assert (done.code, done.err) == (2, expected)
 
 

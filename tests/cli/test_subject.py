@@ -29,7 +29,10 @@ def test_a_list_that_starts_with_a_model_is_the_model_and_its_inputs(invoke: Inv
         ),
         (
             "{'modle': torch.nn.Linear(1, 1)}",
-            "odd.py:make returned a mapping with 'modle'; known keys are model, inputs, kwargs, optimizer, loss, step",
+            (
+                "odd.py:make returned a mapping with 'modle'; known keys are model, inputs, kwargs, optimizer, loss, "
+                "step; did you mean 'model'?"
+            ),
         ),
         (
             "{'step': 5}",

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,60 @@ def test_without_scipy_fit_says_so_before_it_runs_a_step(monkeypatch: pytest.Mon
 
     with pytest.raises(ImportError, match=r"^a plan needs scipy, .*\nInstall it: pip install 'recollect\[plan\]'"):
         recollect.fit(Net(), x(), step=run, budget="min")
+
+
+def test_a_misspelt_name_is_refused_with_the_one_that_is_probably_meant(tmp_path: Path) -> None:
+    net, page = Net(), tmp_path / "x.html"
+    wrong: dict[str, list[Any]] = {
+        "'chunked_loss'": [lambda: API.fit(net, x(), budget="1GiB", levers={"chunk_loss"})],
+        "'disk'": [
+            lambda: API.plan(seen(), budget="1GiB", tiers="dsik"),
+            lambda: API.plan(seen(), budget="1GiB", tiers=("host", "disc")),
+            lambda: API.offload("DISK"),
+            lambda: API.offload(["host", "disc"]),
+            lambda: API.checkpoint(net, offload_inputs=True, offload_to="dis"),
+        ],
+        "'bf16'": [lambda: API.offload(compress="bf-16")],
+        "'values'": [lambda: API.checkpoint(net, check="value")],
+        "'torch'": [lambda: API.checkpoint(net, preserve_rng="Torch")],
+        "'numpy'": [lambda: API.checkpoint(net, preserve_rng={"torch", "nunpy"})],
+        "'html'": [lambda: API.report(seen(), page, kind="htm")],
+        "'H100'": [lambda: API.profile(net, x(), dry=True, device="H10")],
+        "'mean'": [
+            lambda: API.linear_cross_entropy(x(), net.head.weight, torch.zeros(8, dtype=torch.long), reduction="men")
+        ],
+        "'40GiB'": [lambda: API.plan(seen(), budget="40 Gi"), lambda: API.offload(limit="40Gi")],
+        "'fastest'": [lambda: API.plan(seen(), budget="fastets")],
+        "recollect.policies.save_matmuls": [
+            lambda: API.checkpoint(net, policy="save_matmul"),
+            lambda: API.apply(net, "save_matmul"),
+        ],
+        "'default'": [lambda: COMPAT.checkpoint(net, x(), use_reentrant=False, determinism_check="defualt")],
+    }
+    cases: list[Wrong] = [
+        (call, ValueError, f"; did you mean {meant}?") for meant, calls in wrong.items() for call in calls
+    ]
+    try_all(refuse, cases)
+
+
+def test_a_name_that_is_like_none_gets_no_guess() -> None:
+    wrong: list[Callable[[], Any]] = [
+        lambda: API.offload("gpu"),
+        lambda: API.plan(seen(), budget="plenty"),
+        lambda: API.plan(seen(), budget="40 XiB"),
+        lambda: API.profile(Net(), x(), dry=True, device="gpu"),
+        lambda: API.checkpoint(Net(), check=5),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError, match="expected") as caught:
+            call()
+        assert "did you mean" not in str(caught.value)
+
+
+def test_python_can_guess_which_name_of_the_package_is_meant() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'recollect' has no attribute 'chekpoint'$") as caught:
+        API.chekpoint  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("chekpoint", recollect)
 
 
 def test_policies_refuse_what_they_cannot_read() -> None:

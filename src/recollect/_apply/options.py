@@ -14,7 +14,7 @@ from recollect._apply.forwards import functions_in
 from recollect._apply.offloading import Elsewhere, Sending, parse_elsewhere
 from recollect._core.argument_text import short_repr
 from recollect._core.decisions import Decision
-from recollect._core.patterns import did_you_mean, nearest, quote_all
+from recollect._core.patterns import did_you_mean, hint_nearest, nearest, quote_all
 from recollect._core.torch_private.collectives import process_groups
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._offload.offload import Offload, TierLike
@@ -159,9 +159,11 @@ def _parse_policy(policy: PolicyLike | str | None) -> Policy | None:
 def hint_at(word: str) -> str:
     """What a word that is none of ours probably means, to end an error with.
 
-    >>> hint_at("save_matmuls"), hint_at("recompute"), hint_at("selectiv"), hint_at("80%"), hint_at("layers")
+    >>> hint_at("save_matmuls"), hint_at("recompute"), hint_at("selectiv"), hint_at("save_matmul")
     ('; write recollect.policies.save_matmuls', '; write recollect.Decision.RECOMPUTE', "; did you mean 'selective'?",
-     '; for a budget, use recollect.fit(model, batch, budget=...)', '')
+     '; did you mean recollect.policies.save_matmuls?')
+    >>> hint_at("80%"), hint_at("layers")
+    ('; for a budget, use recollect.fit(model, batch, budget=...)', '')
     """
     if word in _catalogue:
         return f"; write recollect.policies.{word}"
@@ -171,8 +173,9 @@ def hint_at(word: str) -> str:
         return "; for a budget, use recollect.fit(model, batch, budget=...)"
     if word.endswith(".json") or word.startswith("{"):
         return "; to read a plan, write recollect.Plan.from_json(Path('plan.json').read_text())"
-    near = nearest(word, ["full", "selective"])
-    return f"; {did_you_mean(near)}" if near else ""
+    near = nearest(word, _catalogue)
+    policy = f"; did you mean recollect.policies.{near[0]}?" if near else ""
+    return hint_nearest(word, ("full", "selective")) or policy
 
 
 OPTIONS = ("policy", "preserve_rng", "early_stop", "check", "offload_inputs", "offload_to")

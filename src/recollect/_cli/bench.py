@@ -15,6 +15,7 @@ from recollect._cli.endings import FAILED, loading
 from recollect._cli.report import check_path
 from recollect._cli.screen import fail, make_console, say, show_progress
 from recollect._core.numbers import format_seconds
+from recollect._core.patterns import hint_nearest
 from recollect._core.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def _write_page(page: Path, results: Path, device: str, *, quiet: bool) -> None:
 def _match(name: str) -> str:
     by_lower = {model.lower(): model for model in MODELS}
     if name.lower() not in by_lower:
-        fail(f"unknown model {name}: expected one or more of {', '.join(MODELS)}")
+        fail(f"unknown model {name}: expected one or more of {', '.join(MODELS)}{hint_nearest(name, MODELS)}")
     return by_lower[name.lower()]
 
 
@@ -240,7 +241,7 @@ def _read_list(option: str, text: str, known: tuple[str, ...]) -> list[str]:
     words = list(known) if words == ["both"] else words
     for word in words:
         if word not in known:
-            fail(f"{option} {text}: expected {', '.join(known)}, or both")
+            fail(f"{option} {text}: expected {', '.join(known)}, or both{hint_nearest(word, [*known, 'both'])}")
     return words
 
 
@@ -248,7 +249,7 @@ def _read_largest(largest: str | None, budget: str | None) -> int:
     if largest is None:
         return 0
     if largest not in ("batch", "length"):
-        fail(f"--largest {largest}: expected batch or length")
+        fail(f"--largest {largest}: expected batch or length{hint_nearest(largest, ('batch', 'length'))}")
     if budget is None:
         fail("--largest needs --budget, as in --budget 40GiB")
     try:

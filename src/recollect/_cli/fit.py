@@ -25,6 +25,7 @@ from recollect._cli.profiling import Options, gather_step
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
 from recollect._cli.target import Function, find_target
 from recollect._core.levers import LEVERS
+from recollect._core.patterns import hint_nearest
 from recollect._core.spelling import options_typed
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def fit(
     wanted = read_budget(budget, tiers)
     for name in lever or ():
         if name not in LEVERS:
-            fail(f"--lever {name}: expected {', '.join(LEVERS)}")
+            fail(f"--lever {name}: expected {', '.join(LEVERS)}{hint_nearest(name, LEVERS)}")
     with loading():
         from recollect._cli.users_code import users_code
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 from collections.abc import Callable, Generator, Mapping
@@ -15,6 +14,7 @@ from recollect._cli.endings import FAILED
 from recollect._cli.screen import ShowProgress, fail, say
 from recollect._cli.target import Function, find_target
 from recollect._core.calls import Phase
+from recollect._core.patterns import hint_nearest
 from recollect._core.profiles import Profile
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ def _read_dtype(name: str) -> torch.dtype:
     found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         known = sorted({*_SHORT_DTYPES, *_SHORT_DTYPES.values()})
-        fail(f"--dtype {name}: expected one of torch's floating-point types: {', '.join(known)}")
+        expected = f"expected one of torch's floating-point types: {', '.join(known)}"
+        fail(f"--dtype {name}: {expected}{hint_nearest(name, known)}")
     return found
 
 
@@ -225,7 +226,5 @@ def _read_optimizer(name: str) -> type[torch.optim.Optimizer]:
     found = getattr(module, what, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(what, classes, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        fail(f"--optimizer {name}: {module.__name__} has no optimizer {what!r}{hint}")
+        fail(f"--optimizer {name}: {module.__name__} has no optimizer {what!r}{hint_nearest(what, classes)}")
     return found

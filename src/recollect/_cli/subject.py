@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._cli.screen import fail
+from recollect._core.patterns import hint_nearest, quote_all
 
 _KEYS = ("model", "inputs", "kwargs", "optimizer", "loss", "step")
 
@@ -87,7 +88,8 @@ def _names_something(given: Mapping[str, Any]) -> bool:
 def _read_mapping(given: Mapping[str, Any], name: str) -> Subject:
     unknown = [key for key in given if key not in _KEYS]
     if unknown:
-        fail(f"{name} returned a mapping with {', '.join(map(repr, unknown))}; known keys are {', '.join(_KEYS)}")
+        given_keys = f"{name} returned a mapping with {quote_all(unknown)}"
+        fail(f"{given_keys}; known keys are {', '.join(_KEYS)}{hint_nearest(unknown[0], _KEYS)}")
     model, step, inputs = given.get("model"), given.get("step"), given.get("inputs", ())
     if step is None and not isinstance(model, nn.Module):
         fail(f"{name} returned a mapping without a model: expected 'model', a torch.nn.Module, or 'step', a function")

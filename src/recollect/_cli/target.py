@@ -1,18 +1,18 @@
 """Finding what the user names on the command line: a function in a module or a file, or a script."""
 
-import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, Self
 
 from recollect._cli.screen import fail
+from recollect._core.patterns import hint_nearest
 
 _OTHERS = {
     ".ipynb": "a notebook: save it as a script (`jupyter nbconvert --to script`), or call recollect.profile in it",
@@ -60,7 +60,7 @@ class Function:
         unknown = [name for name in given if name not in takes and not takes_all]
         if unknown:
             own = f"it takes {', '.join(takes)}" if takes else "it takes no arguments"
-            fail(f"{self.name} has no parameter {unknown[0]!r}; {own}")
+            fail(f"{self.name} has no parameter {unknown[0]!r}; {own}{hint_nearest(unknown[0], takes)}")
         return replace(self, given={**self.given, **given})
 
     def find_default(self, name: str) -> int | None:
@@ -114,7 +114,7 @@ def _load_module(name: str) -> ModuleType:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
         here = [path.stem for path in Path().iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
-        near = _nearest(error.name or name, here)
+        near = hint_nearest(error.name or name, here)
         fail(f"no module named {error.name!r}, neither in {Path.cwd()} nor installed{near}")
     return module
 
@@ -139,7 +139,7 @@ def _find_function(module: ModuleType, name: str, where: str) -> Any:
         if not hasattr(found, part):
             its = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
             own = [key for key in its if getattr(vars(found)[key], "__module__", None) == module.__name__]
-            near = _nearest(part, its) or (f"; it has {', '.join(own)}" if own else "")
+            near = hint_nearest(part, its) or (f"; it has {', '.join(own)}" if own else "")
             fail(f"{where} has no {part!r}{near}")
         found = getattr(found, part)
     if not callable(found):
@@ -181,9 +181,4 @@ def _refuse_path(path: Path) -> NoReturn:
     folder = path.parent
     if not folder.is_dir():
         fail(f"there is no file {path}, nor a folder {folder}")
-    fail(f"there is no file {path}{_nearest(path.name, [entry.name for entry in folder.glob('*.py')])}")
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(words), n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    fail(f"there is no file {path}{hint_nearest(path.name, [entry.name for entry in folder.glob('*.py')])}")

@@ -12,6 +12,7 @@ from recollect._core.argument_text import describe_argument
 _REGEX = "re:"
 _SHOWN = 5
 _ALIKE = 0.6
+_AS_ALIKE = 0.15  # as the most similar one
 
 
 def compile_pattern(text: str) -> Callable[[str], bool]:
@@ -96,14 +97,15 @@ def plain_path(path: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names most similar to this one, the most similar first.
+    """The known names most similar to this one, the most similar first. Case does not matter.
 
     >>> nearest("layer.0", ["embed", "layers.0", "layers.1", "head"])
     ['layers.0', 'layers.1']
     """
-    name = name.removeprefix(_REGEX)
-    scores = {other: difflib.SequenceMatcher(None, other, name).ratio() for other in known}
-    near = [other for other, score in scores.items() if score >= _ALIKE]
+    name = name.removeprefix(_REGEX).lower()
+    scores = {other: difflib.SequenceMatcher(None, other.lower(), name).ratio() for other in known}
+    least = max(_ALIKE, max(scores.values(), default=0.0) - _AS_ALIKE)
+    near = [other for other, score in scores.items() if score >= least]
     return sorted(near, key=lambda other: -scores[other])[:_SHOWN]
 
 
@@ -145,3 +147,13 @@ def did_you_mean(names: Iterable[str]) -> str:
     """
     *first, last = map(repr, names)
     return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?"
+
+
+def hint_nearest(name: object, known: Iterable[str]) -> str:
+    """What to end an error with that refuses a name: the question which of the known ones is meant, if one is alike.
+
+    >>> hint_nearest("chunk_loss", ["chunked_loss", "chunked_mlp"]), hint_nearest("gpu", ["host", "disk"])
+    ("; did you mean 'chunked_loss'?", '')
+    """
+    near = nearest(name, known) if isinstance(name, str) else []
+    return f"; {did_you_mean(near)}" if near else ""

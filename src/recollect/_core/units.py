@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from recollect._core.patterns import did_you_mean, nearest
+
 _PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 _UNITS = {
@@ -58,7 +60,7 @@ def parse_bytes(size: int | str, option: str = "") -> int:
         found = _SIZE.fullmatch(size)
         unit = _BY_LOWER_CASE.get(found[2].lower()) if found else None
         if found is None or unit is None:
-            message = f"{given}: {expected}"
+            message = f"{given}: {expected}{hint_unit(size)}"
             raise ValueError(message)
         rounded: int = round(Fraction(found[1]) * unit)
         return rounded
@@ -69,6 +71,19 @@ def parse_bytes(size: int | str, option: str = "") -> int:
         message = f"{given}: a number of bytes cannot be negative"
         raise ValueError(message)
     return size
+
+
+def hint_unit(text: str) -> str:
+    """What to end an error with that refuses a size whose unit does not exist.
+
+    >>> hint_unit("40 Gi"), hint_unit("40 XiB"), hint_unit("forty GiB")
+    ("; did you mean '40GiB'?", '', '')
+    """
+    found = _SIZE.fullmatch(text)
+    near = nearest(found[2], _UNITS) if found else []
+    if found is None or not 1 <= len(near) <= 2:  # noqa: PLR2004 (any of many: no hint)
+        return ""
+    return f"; {did_you_mean(f'{found[1]}{unit}' for unit in near)}"
 
 
 def exact_bytes(count: int) -> int | str:

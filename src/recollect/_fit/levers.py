@@ -18,7 +18,7 @@ from recollect._apply.targets import by_name, describe_unmatched, find_targets
 from recollect._core.argument_text import short_repr
 from recollect._core.calls import Phase
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, LEVERS, MICRO_BATCHES, PlannedLever
-from recollect._core.patterns import compile_pattern
+from recollect._core.patterns import compile_pattern, hint_nearest, quote_all
 from recollect._core.profiles import Profile
 from recollect._core.sharded import is_sharded
 from recollect._core.spelling import choose_words, spell_lever
@@ -54,7 +54,8 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
     named = [levers] if isinstance(levers, str) else list(levers)
     for name in named:
         if name not in LEVERS:
-            message = f"levers: unknown lever {name!r}; expected some of {', '.join(map(repr, LEVERS))}"
+            expected = f"expected some of {quote_all(LEVERS)}"
+            message = f"levers: unknown lever {name!r}; {expected}{hint_nearest(name, LEVERS)}"
             raise ValueError(message)
     if MICRO_BATCHES in named and not owns_step:
         message = (

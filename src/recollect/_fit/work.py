@@ -9,6 +9,7 @@ import torch
 
 from recollect._apply.options import has_peers
 from recollect._core.argument_text import short_repr
+from recollect._core.patterns import hint_nearest
 from recollect._core.profiles import Clock, Profile
 from recollect._core.spelling import choose_words
 from recollect._fit.overheads import measured_overheads
@@ -119,6 +120,8 @@ def read_tiers(tiers: str | Sequence[str]) -> str:
     tier = ", ".join(map(str, tiers)) if isinstance(tiers, (tuple, list)) else tiers
     if not isinstance(tier, str) or tier not in _TIERS:
         message = f"tiers={short_repr(tiers)}: expected 'host', 'disk', ('host', 'disk'), or None to offload nothing"
+        named = tiers if isinstance(tiers, (tuple, list)) else (tiers,)
+        message += hint_nearest(next((one for one in named if one not in _TIERS), None), ("host", "disk"))
         raise ValueError(message)
     return tier
 

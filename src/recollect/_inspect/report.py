@@ -16,6 +16,7 @@ from types import ModuleType
 from recollect._apply.rules import parse_value
 from recollect._core.argument_text import short_repr
 from recollect._core.gains import Gain
+from recollect._core.patterns import hint_nearest, quote_all
 from recollect._core.profiles import Profile
 from recollect._plan.gains import find_gains
 from recollect._policy.presets import ReadyMade
@@ -88,8 +89,8 @@ def report(
         kind = _find_kind(path)
     _check_place(path)
     if kind not in _KINDS.values():
-        known = ", ".join(repr(name) for name in dict.fromkeys(_KINDS.values()))
-        message = f"unknown kind of report: {kind!r}; expected one of {known}"
+        known = list(dict.fromkeys(_KINDS.values()))
+        message = f"unknown kind of report: {kind!r}; expected one of {quote_all(known)}{hint_nearest(kind, known)}"
         raise ValueError(message)
     if against is not None and kind not in _COMPARING:
         message = (

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from recollect._core.argument_text import short_repr
+from recollect._core.patterns import hint_nearest
 
 REDUCTIONS = ("mean", "sum", "none")
 _LEAST_ROWS_HOST, _LEAST_ROWS_DEVICE = 64, 512
@@ -74,7 +75,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (those of cross_entropy)
     """
     _check(hidden, weight, targets, bias, class_weight)
     if reduction not in REDUCTIONS:
-        message = f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'"
+        message = f"reduction={reduction!r}: expected 'mean', 'sum' or 'none'{hint_nearest(reduction, REDUCTIONS)}"
         raise ValueError(message)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         message = f"ignore_index={short_repr(ignore_index)}: expected a whole number"

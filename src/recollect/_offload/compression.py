@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from recollect._core.patterns import hint_nearest
+
 _BITS = 8
 
 
@@ -148,6 +150,7 @@ class Compression:
         if lossy is not None and lossy not in _LOSSY:
             known = " or ".join(map(repr, _LOSSY))
             message = f"compress={lossy!r}: expected None (nothing is lost), {known} (float32 values are rounded)"
+            message += hint_nearest(lossy, _LOSSY)
             raise ValueError(message)
         self._lossy = None if lossy is None else _LOSSY[lossy]
 

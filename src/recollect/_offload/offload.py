@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from recollect._core.argument_text import short_repr
+from recollect._core.patterns import hint_nearest
 from recollect._core.timetables import IN_FLIGHT_BYTES, LEAST_BYTES
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._core.units import parse_bytes
@@ -300,9 +301,10 @@ def check_tier(tier: TierLike, option: str) -> tuple[str | Tier, ...]:
     if not tiers or not all(
         one in ("host", "disk") if isinstance(one, str) else isinstance(one, Tier) for one in tiers
     ):
+        strange = next((one for one in tiers or () if one not in ("host", "disk")), None)
         message = (
             f"{option}={short_repr(tier)}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the "
-            "methods write, read, free and close"
+            f"methods write, read, free and close{hint_nearest(strange, ('host', 'disk'))}"
         )
         raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
     if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from recollect._core.units import format_bytes, parse_bytes
+from recollect._core.patterns import hint_nearest
+from recollect._core.units import format_bytes, hint_unit, parse_bytes
 
 SMALLEST, FASTEST = "min", "fastest"
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
@@ -61,7 +62,8 @@ def parse_budget(budget: int | str, *, device_bytes: int | None = None) -> Budge
     try:
         count = parse_bytes(budget)
     except ValueError:
-        message = f"budget {budget!r}: {expected}"
+        hint = hint_unit(str(budget)) or hint_nearest(budget, (SMALLEST, FASTEST))
+        message = f"budget {budget!r}: {expected}{hint}"
         raise ValueError(message) from None
     except TypeError:
         message = f"budget {budget!r}: {expected}"

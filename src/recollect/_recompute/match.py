@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from recollect._core.errors import MismatchError
+from recollect._core.patterns import hint_nearest
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.recompiles import hints_about_compiled_code
 from recollect._core.units import count_noun, format_bytes, list_some
@@ -49,10 +50,11 @@ class Matcher:
     def parse(cls, check: Check) -> Matcher:
         """Read the ``check=`` option.
 
-        >>> Matcher.parse("shape")
+        >>> Matcher.parse("value")
         Traceback (most recent call last):
         ...
-        ValueError: check='shape': expected 'metadata', 'values', 'none' or a recollect.ValueCheck
+        ValueError: check='value': expected 'metadata', 'values', 'none' or a recollect.ValueCheck; did you mean
+        'values'?
         """
         if isinstance(check, ValueCheck):
             return cls(values=check)
@@ -60,7 +62,8 @@ class Matcher:
             return cls(values=ValueCheck())
         if check in ("metadata", "none"):
             return cls(metadata=check == "metadata")
-        message = f"check={check!r}: expected 'metadata', 'values', 'none' or a recollect.ValueCheck"
+        hint = hint_nearest(check, ("metadata", "values", "none"))
+        message = f"check={check!r}: expected 'metadata', 'values', 'none' or a recollect.ValueCheck{hint}"
         raise ValueError(message)
 
     def recorder(

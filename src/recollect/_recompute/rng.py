@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from recollect._core.patterns import hint_nearest, quote_all
 from recollect._core.pytree import Arguments
 from recollect._recompute.graph_rng import enter_capture
 from recollect._recompute.host_rng import NumpySource, PythonSource, memcmp
@@ -210,8 +211,9 @@ def parse_preserve(preserve: bool | Iterable[str]) -> frozenset[str]:  # noqa: F
     is_collection = isinstance(preserve, Iterable) and not isinstance(preserve, str)
     kinds: frozenset[str] = frozenset(preserve) if is_collection else frozenset()
     if not kinds or not kinds <= _NAMES:
-        listed = ", ".join(repr(name) for name in sorted(_NAMES))
-        message = f"preserve_rng={preserve!r}: expected True, False or a collection of {listed}"
+        strange = preserve if isinstance(preserve, str) else min(kinds - _NAMES, key=str, default=None)
+        message = f"preserve_rng={preserve!r}: expected True, False or a collection of {quote_all(sorted(_NAMES))}"
+        message += hint_nearest(strange, sorted(_NAMES))
         raise ValueError(message)
     return kinds
 

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.function import name_of
 from recollect._core.argument_text import describe_argument, short_repr
+from recollect._core.patterns import hint_nearest, quote_all
 from recollect._core.scope import override
 from recollect._policy.base import Policy
 from recollect._recompute.match import Matcher
@@ -132,7 +133,8 @@ def parse_options(
 def _parse_check(determinism_check: str) -> Matcher:
     matcher = _CHECKS.get(determinism_check)
     if matcher is None:
-        message = f"determinism_check={determinism_check!r}: expected one of {', '.join(map(repr, _CHECKS))}"
+        message = f"determinism_check={determinism_check!r}: expected one of {quote_all(_CHECKS)}"
+        message += hint_nearest(determinism_check, _CHECKS)
         raise ValueError(message)
     return matcher
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from recollect._core.calls import OpCall, Storage
+from recollect._core.patterns import hint_nearest
 from recollect._profile.dry.host import TYPICAL, HostCosts, measure_host
 
 _TERA, _GIGA, _GIB = 1e12, 1e9, 2**30
@@ -160,13 +161,14 @@ def find_device(name: str | torch.device) -> Device:
         return replace(find_device(properties.name), name=properties.name, memory_bytes=properties.total_memory)
     key = _plain(wanted)
     for device in DEVICES:
-        if key in (_plain(device.name), _plain(device.short)):
+        if key.replace(" ", "") in (_plain(name).replace(" ", "") for name in (device.name, device.short)):
             return device
     inside = [device for device in DEVICES if _plain(device.short) in key.split()]
     if inside:
         return inside[0]
-    known = ", ".join(device.short for device in DEVICES)
-    message = f"unknown device {wanted!r}; expected one of {known}, or torch's own 'cuda'"
+    known = [device.short for device in DEVICES]
+    message = f"unknown device {wanted!r}; expected one of {', '.join(known)}, or torch's own 'cuda'"
+    message += hint_nearest(wanted, [one for one in (*known, "cuda") if one != "cpu"])  # 'gpu' looks like it
     raise ValueError(message)
 
 
