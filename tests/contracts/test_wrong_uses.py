@@ -281,6 +281,43 @@ def test_a_misspelt_name_is_refused_with_the_one_that_is_probably_meant(tmp_path
     try_all(refuse, cases)
 
 
+def test_an_unknown_option_is_refused_with_what_to_write() -> None:
+    net = Net()
+    wrong: dict[str, Callable[[], Any]] = {
+        "recollect.fit has no option tier='host': did you mean 'tiers'?": (
+            lambda: API.fit(net, x(), budget="1GiB", tier="host")
+        ),
+        "recollect.fit has no option policy='full': use recollect.apply(model, policy=...)": (
+            lambda: API.fit(net, x(), budget="1GiB", policy="full")
+        ),
+        "recollect.fit has no option input_ids=<Tensor float32[8, 16]>: pass the model's own arguments as its batch, "
+        "as in batch={'input_ids': ...}": lambda: API.fit(net, input_ids=x(), budget="1GiB"),
+        "recollect.plan has no option levers=('chunked_loss',): use recollect.fit": (
+            lambda: API.plan(seen(), budget="1GiB", levers=("chunked_loss",))
+        ),
+        "recollect.plan has no option tier='host': did you mean 'tiers'?": (
+            lambda: API.plan(seen(), budget="1GiB", tier="host")
+        ),
+        "recollect.plan has no option verbose=True: it takes 'profile', 'budget', 'tiers', 'link_bytes_per_s', "
+        "'name', 'progress'": lambda: API.plan(seen(), budget="1GiB", verbose=True),
+        "recollect.profile has no option mask=None: pass the model's inputs by position, or by name as in "
+        "kwargs={'mask': ...}": lambda: API.profile(net, x(), mask=None),
+        "recollect.profile has no option optimiser=None: did you mean 'optimizer'?": (
+            lambda: API.profile(net, x(), optimiser=None)
+        ),
+        "recollect.report has no option topp=3: did you mean 'top'?": lambda: API.report(seen(), topp=3),
+        "recollect.offload has no option folder='x': it takes 'tier', 'directory', 'min_bytes', 'limit', 'in_flight', "
+        "'wait', 'compress'": (lambda: API.offload("disk", folder="x")),
+        "recollect.apply has no option evry=2: did you mean 'every'?": (
+            lambda: recollect.apply(net, evry=2)  # type: ignore[arg-type]  # type checkers refuse it as well
+        ),
+    }
+    for text, call in wrong.items():
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value) == text
+
+
 def test_a_name_that_is_like_none_gets_no_guess() -> None:
     wrong: list[Callable[[], Any]] = [
         lambda: API.offload("gpu"),

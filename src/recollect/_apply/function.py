@@ -14,9 +14,10 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from recollect._apply.caches import cache_classes, without_cache
-from recollect._apply.options import OPTIONS, parse_choices, refuse_unknown, warn_if_nothing_kept
+from recollect._apply.options import OPTIONS, parse_choices, warn_if_nothing_kept
 from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.scope import override
+from recollect._core.spelling import refuse_unknown
 from recollect._core.torch_private.torchscript import is_tracing
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload, TierLike

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 
@@ -29,7 +29,6 @@ from recollect._apply.choosing import (
 from recollect._apply.handle import Applied
 from recollect._apply.instance_forward import entries_of
 from recollect._apply.levers import make_levers
-from recollect._apply.options import refuse_unknown
 from recollect._apply.planned import choose_planned
 from recollect._apply.rules import (
     PRESETS,
@@ -47,6 +46,7 @@ from recollect._core.argument_text import describe_argument
 from recollect._core.decisions import Decision
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload
 from recollect._policy.base import PolicyLike
@@ -63,7 +63,7 @@ def apply(
     policy: PolicyLike | str | None = None,
     every: int | None = None,
     first: int | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Applied:
     """Turn modules of a model into regions, chosen by name, class or predicate, without editing the model.
 
@@ -128,7 +128,7 @@ def apply(
     if unknown:
         otherwise = "it takes 'rules', 'policy', 'every' and 'first'; give other options to modules, as in "
         otherwise += "{'layers.*': {'check': 'values'}}"
-        refuse_unknown("recollect.apply", unknown, ("rules", "policy", "every", "first"), otherwise)
+        refuse_unknown("recollect.apply", unknown, options_of(apply), otherwise)
     rules = _join_policy(rules, policy)
     every, first = _check_count("every", every), _check_count("first", first)
     targets = find_targets(model)

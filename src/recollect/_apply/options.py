@@ -205,43 +205,6 @@ def parse_mapping(options: Mapping[str, Any]) -> Choices:
 
 _SIZE = re.compile(r"[\d.]+ ?(%|[kmgt]i?b?)", re.IGNORECASE)
 
-# What torch calls its options, and what to write here.
-_TORCHS = {
-    "use_reentrant": "leave it out; there is only one engine (recollect.compat.checkpoint has torch's two)",
-    "preserve_rng_state": "write preserve_rng=",
-    "determinism_check": "write check='metadata' for 'default', or check='none'",
-    "context_fn": "write policy=, as in policy=recollect.policies.save_matmuls",
-    "debug": "wrap the step in `with recollect.explain_mismatch():`",
-    "gradient_checkpointing_kwargs": "leave it out",
-    "budget": "use recollect.fit",
-}
-_APPLIES = {option: f"use recollect.apply(model, {option}=...)" for option in ("rules", "every", "first")}
-
-
-def refuse_unknown(caller: str, unknown: Mapping[str, Any], options: Iterable[str], otherwise: str) -> None:
-    """Refuse options that do not exist, and say what to write instead.
-
-    Args:
-        caller: the function they were given to.
-        unknown: what was given.
-        options: those that exist.
-        otherwise: what to say of a name that is like none of them.
-
-    Raises:
-        TypeError: there is one.
-
-    >>> refuse_unknown("recollect.checkpoint", {"use_reentrant": False}, OPTIONS, "")
-    Traceback (most recent call last):
-    ...
-    TypeError: recollect.checkpoint has no option use_reentrant=False: leave it out; there is only one engine
-    (recollect.compat.checkpoint has torch's two)
-    """
-    for name, value in unknown.items():
-        near = nearest(name, list(options))
-        hint = _TORCHS.get(name) or _APPLIES.get(name) or (did_you_mean(near) if near else otherwise)
-        message = f"{caller} has no option {name}={short_repr(value)}: {hint}"
-        raise TypeError(message)
-
 
 class DefaultRegion(Region):
     """A region for which no policy was given: it keeps nothing, except what came from other processes.

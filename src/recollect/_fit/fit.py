@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from recollect._apply.model import apply
 from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
-from recollect._core.spelling import spell_lever, spell_levers
+from recollect._core.spelling import options_of, refuse_unknown, spell_lever, spell_levers
 from recollect._core.units import format_bytes
 from recollect._fit.arguments import check_arguments
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
@@ -51,6 +51,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     levers: Iterable[str] | Mapping[str, Any] = (),
     recover: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
+    **unknown: Never,
 ) -> Fitted:
     """Make a training step stay within a memory budget: profile, plan, apply, run, compare, correct.
 
@@ -85,6 +86,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
             and runs the batch once more. It then copies buffers, and gradients if there are any, to the host at each
             call.
         progress: called now and then with the number of things done and the number to do, or None.
+        unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
         A handle that prints predicted and measured figures; its `remove` restores the model.
@@ -93,6 +95,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         BudgetError: no plan fits, or none stayed within the budget when it ran.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
         ValueError: an argument has an invalid value.
+        TypeError: an argument has the wrong type, or an option is unknown.
 
     >>> import torch, recollect
     >>> from torch.nn import GELU, Linear, Sequential
@@ -103,6 +106,10 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     >>> model(torch.randn(512, 64)).sum().backward()
     >>> fitted.remove()
     """
+    if unknown:
+        name = next(iter(unknown))
+        otherwise = f"pass the model's own arguments as its batch, as in batch={{{name!r}: ...}}"
+        refuse_unknown("recollect.fit", unknown, options_of(fit), otherwise)
     check_arguments(
         model, batch, budget=budget, loss=loss, step=step, optimizer=optimizer, recover=recover, progress=progress
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Never
 
 from recollect._core.argument_text import short_repr
 from recollect._core.errors import BudgetError
 from recollect._core.forecasts import CurvePoint, Forecast
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._fit.refusal import describe_call, explain_refusal
 from recollect._fit.standard import FULL
 from recollect._fit.work import Work, find_margin_share, find_speed, read_tiers, work_for
@@ -30,6 +32,7 @@ def plan(
     link_bytes_per_s: float | None = None,
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
+    **unknown: Never,
 ) -> Plan:
     """Choose for every value of a step whether to keep or recompute it, so that the step stays within a budget.
 
@@ -49,6 +52,7 @@ def plan(
             generation of PCIe.
         name: what reports call the plan; by default the model and the budget.
         progress: called now and then with the number of candidates judged, and the least number there will be.
+        unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
         The plan, with its predictions; `recollect.apply` applies it to the model.
@@ -56,7 +60,7 @@ def plan(
     Raises:
         BudgetError: no plan fits; it says what the smallest peak is, what sets it, and what would lower it.
         ValueError: the budget or `tiers` cannot be read, or the profile is not one of a plain step with a backward.
-        TypeError: `profile` is something else, such as the model.
+        TypeError: `profile` is something else, such as the model, or an option is unknown.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
 
     >>> import torch, recollect
@@ -73,6 +77,8 @@ def plan(
     ...
     recollect._core.errors.BudgetError: no plan fits 1.00 KiB ...: the smallest reachable peak is ... MiB, at ...
     """
+    if unknown:
+        refuse_unknown("recollect.plan", unknown, options_of(plan))
     if not isinstance(profile, Profile):
         found = type(profile).__name__
         message = (

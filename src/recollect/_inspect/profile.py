@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from recollect._core.argument_text import short_repr
 from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.reachable import find_reachable, find_roots
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
@@ -40,6 +41,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     name: str | None = None,
     timed: bool = True,
     progress: Callable[[int, int | None], None] | None = None,
+    **unknown: Never,
 ) -> Profile:
     """Run a step and say where its memory and time go, operator by operator.
 
@@ -70,6 +72,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         timed: whether to run the step again for timing. Without it, times are those of the watched step, which are
             longer if the step waits for the host. Pass False for steps that must not run twice.
         progress: called now and then with the number of calls so far, and None.
+        unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
         The step as data; `recollect.report` shows it.
@@ -77,7 +80,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     Raises:
         ValueError: the model's output gives no loss; an option does not apply here; the model of a real step is on
             ``meta``; or a dry step asks for values.
-        TypeError: the first argument, or `optimizer`, is something else.
+        TypeError: the first argument, or `optimizer`, is something else, or an option is unknown.
 
     >>> import torch, recollect
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -93,6 +96,10 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     >>> round(estimate.peak_bytes / 2**30)
     192
     """
+    if unknown:
+        name = next(iter(unknown))
+        otherwise = f"pass the model's inputs by position, or by name as in kwargs={{{name!r}: ...}}"
+        refuse_unknown("recollect.profile", unknown, options_of(profile), otherwise)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         message = f"kwargs={short_repr(kwargs)}: expected a mapping from names to the model's keyword arguments"
         raise TypeError(message)

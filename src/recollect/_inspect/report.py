@@ -12,12 +12,14 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Never
 
 from recollect._apply.rules import parse_value
 from recollect._core.argument_text import short_repr
 from recollect._core.gains import Gain
 from recollect._core.patterns import hint_nearest, quote_all
 from recollect._core.profiles import Profile
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._plan.gains import find_gains
 from recollect._policy.presets import ReadyMade
 
@@ -42,6 +44,7 @@ def report(
     against: Profile | None = None,
     top: int = 20,
     kind: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Show a profile: does it fit, where is the peak, what would help; then what is alive there and what is saved.
 
@@ -55,6 +58,7 @@ def report(
         top: the most lines a table of the text may have.
         kind: what to write (``"html"``, ``"png"``, ``"svg"``, ``"pdf"``, ``"trace"``, ``"text"``, ``"json"``) if the
             suffix does not say it.
+        unknown: there are no other options; the error says which one is probably meant.
 
     Raises:
         ValueError: neither suffix nor kind is known, or this kind of file cannot compare two profiles.
@@ -71,6 +75,8 @@ def report(
     alive at the peak
     ...
     """
+    if unknown:
+        refuse_unknown("recollect.report", unknown, options_of(report))
     _check(profile, against, top)
     if to is None:
         if kind not in (None, "text"):

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from recollect._core.argument_text import short_repr
 from recollect._core.patterns import hint_nearest
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._core.timetables import IN_FLIGHT_BYTES, LEAST_BYTES
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._core.units import parse_bytes
@@ -127,6 +128,7 @@ def offload(
     in_flight: int | str = IN_FLIGHT_BYTES,
     wait: bool = True,
     compress: str | None = None,
+    **unknown: Never,
 ) -> Offload:
     """Keep what is saved for backward in host memory or on disk, and have it back when backward needs it.
 
@@ -147,13 +149,14 @@ def offload(
         wait: whether the step may wait for the link. True sends everything, at the link's pace. False sends only what
             the link can carry away while forward computes: the step takes no longer.
         compress: ``"bf16"`` or ``"fp8"`` rounds float32 values on the way. None loses nothing; masks travel as bits.
+        unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
         A context manager; its `report()` says what it did.
 
     Raises:
         ValueError: an option has an invalid value.
-        TypeError: `tier` is not a tier, or an option has the wrong type.
+        TypeError: `tier` is not a tier, or an option has the wrong type or is unknown.
         OffloadError: the directory cannot be created.
 
     >>> import torch, recollect
@@ -165,6 +168,8 @@ def offload(
     >>> away.report().out_bytes
     65536
     """
+    if unknown:
+        refuse_unknown("recollect.offload", unknown, options_of(offload))
     options = _read_options(tier, directory, min_bytes, limit, in_flight, wait, compress)
     frame = sys._getframe(1)  # noqa: SLF001
     return Offload(_session_at(frame.f_code, frame.f_lasti, options))

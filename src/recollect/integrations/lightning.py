@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from recollect._apply.handle import Applied
 from recollect._apply.model import Rules, apply, check_request
-from recollect._apply.options import refuse_unknown
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
@@ -47,11 +47,12 @@ class RecollectCallback(Callback):
         policy: PolicyLike | str | None = None,
         every: int | None = None,
         first: int | None = None,
-        **unknown: Any,
+        **unknown: Never,
     ) -> None:
         if unknown:
-            options = ("rules", "policy", "every", "first")
-            refuse_unknown("RecollectCallback", unknown, options, "it takes the arguments of recollect.apply")
+            refuse_unknown(
+                "RecollectCallback", unknown, options_of(RecollectCallback), "it takes the arguments of recollect.apply"
+            )
         check_request(rules, policy=policy, every=every, first=first)
         self._options: dict[str, Any] = {"rules": rules, "policy": policy, "every": every, "first": first}
         self.handle: Applied | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
@@ -16,11 +16,10 @@ from torch.utils.data import IterableDataset
 from recollect._apply.caches import caches_left_out
 from recollect._apply.handle import Applied
 from recollect._apply.model import Rules, apply, check_request
-from recollect._apply.options import refuse_unknown
 from recollect._apply.targets import find_targets
-from recollect._core.patterns import quote_all
 from recollect._core.profiles import Profile
 from recollect._core.sharded import is_sharded
+from recollect._core.spelling import options_of, refuse_unknown
 from recollect._fit.arguments import ANY_DEVICE
 from recollect._fit.loaders import find_largest
 from recollect._fit.plan import plan
@@ -40,8 +39,6 @@ else:
 
 _log = logging.getLogger("recollect")
 
-_OPTIONS = ("rules", "policy", "every", "first", "budget", "inputs", "optimizer", "tiers")
-
 
 def enable(  # noqa: PLR0913 (all but the first are for some)
     model: nn.Module,
@@ -54,7 +51,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
     inputs: Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     tiers: str | Sequence[str] | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Applied:
     """Make a Transformers model recompute its layers; use it instead of ``gradient_checkpointing_enable()``.
 
@@ -111,7 +108,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
         )
         raise TypeError(message)
     if unknown:
-        refuse_unknown("enable", unknown, _OPTIONS, f"it takes {quote_all(_OPTIONS)}")
+        refuse_unknown("enable", unknown, options_of(enable))
     by_hand = {"rules": rules, "policy": policy, "every": every, "first": first}
     _check_options(budget, by_hand, inputs=inputs, optimizer=optimizer, tiers=tiers)
     if budget is None:
