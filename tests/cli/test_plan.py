@@ -1,6 +1,7 @@
 """`recollect plan` and `recollect fit`: what they take, print and write, and how failures are told apart."""
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 
 import recollect as library
 from recollect._core.plans import Plan
+from recollect._fit import work
+from recollect._profile.links import Link
 from tests.cli.conftest import Invoke
 
 pytest.importorskip("typer")
@@ -146,7 +149,7 @@ def test_a_refusal_names_options_as_they_are_typed(invoke: Invoke, folder: Path,
     assert ("Also possible here: --lever chunked_loss --lever micro_batches" in done.err) is (command == "fit")
     other = invoke(command, "words:make_model", "--budget", "1MiB", "--tiers", "host")
     assert "--tiers host: the step already runs in host memory, so moving values there frees nothing" in other.err
-    assert "Leave --tiers out" in other.err
+    assert "Write --tiers disk, or leave --tiers out" in other.err
     for text in (done.err, other.err):
         assert "levers=" not in text
         assert "tiers=" not in text
@@ -161,11 +164,50 @@ def test_a_lever_that_cannot_be_used_is_named_as_it_is_typed(invoke: Invoke) -> 
 
 
 @pytest.mark.parametrize("command", ["plan", "fit"])
+def test_values_may_be_moved_to_disk(
+    invoke: Invoke, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    asked = []
+
+    def measure_disk() -> list[Link]:
+        asked.append("disk")
+        return [Link(name="to disk", bytes_per_s=1e9)]
+
+    monkeypatch.setattr(work, "measure_disk", measure_disk)
+    done = invoke(command, "blocks.py:make_model", "--budget", "3.5MiB", "--tiers", "disk", "--quiet")
+    assert done.code == 0, done.err
+    assert asked == ["disk"]
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert plan.forecast is not None
+    assert plan.forecast.peak_bytes <= 3.5 * 2**20
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_disk_that_cannot_be_written_is_refused(
+    invoke: Invoke, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
+    done = invoke(command, "blocks.py:make_model", "--budget", "3.5MiB", "--tiers", "disk", "--quiet")
+    assert done.code == 1
+    assert done.err == (
+        "error: --tiers disk: no file can be written among the temporary files, where values would go: No such file or "
+        "directory.\nSet TMPDIR to a folder that can be written and has room.\n"
+    )
+    with pytest.raises(library.OffloadError, match=r"^tiers='disk': no file can be written among the temporary files"):
+        library.plan(library.profile(nn.Linear(8, 8), torch.ones(2, 8)), budget="min", tiers="disk")
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--budget", "lots"), "--budget: budget 'lots': expected bytes as a whole number"),
-        (("--budget", "min", "--tiers", "moon"), "--tiers moon: expected host"),
+        (("--budget", "min", "--tiers", "moon"), "--tiers moon: expected host, disk, or host,disk\n"),
+        (
+            ("--budget", "min", "--tiers", "host, disc"),
+            "--tiers host,disc: expected host, disk, or host,disk; did you mean 'disk'?",
+        ),
+        (("--budget", "min", "--tiers", "disk,host"), "--tiers disk,host: expected host, disk, or host,disk\n"),
         (("--budget", "min", "--out", "plan.txt"), "plan.txt: the extension says what to write"),
         (("--budget", "min", "--html", "-"), "--html -: a page cannot go to standard output"),
     ],

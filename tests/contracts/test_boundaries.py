@@ -36,6 +36,7 @@ FREE_OF_TORCH = (
     "recollect._core.patterns",
     "recollect._core.plans",
     "recollect._core.queues",
+    "recollect._core.spelling",
     "recollect._core.timeline",
     "recollect._core.timetables",
     "recollect._core.units",

@@ -71,7 +71,12 @@ BudgetOption = Annotated[
     ),
 ]
 TiersOption = Annotated[
-    str | None, typer.Option("--tiers", metavar="TIER", help="host: values may also be moved to host memory.")
+    str | None,
+    typer.Option(
+        "--tiers",
+        metavar="TIERS",
+        help="Values may also be moved: host (to host memory), disk, or host,disk (to disk if the host is full).",
+    ),
 ]
 LeverOption = Annotated[
     list[str] | None,

@@ -20,7 +20,7 @@ from recollect._cli.arguments import (
     TracebackOption,
 )
 from recollect._cli.endings import loading
-from recollect._cli.planned import Outputs, read_budget
+from recollect._cli.planned import Outputs, read_budget, read_typed_tiers
 from recollect._cli.profiling import Options, gather_step
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
 from recollect._cli.target import Function, find_target
@@ -61,7 +61,7 @@ def fit(
         recollect fit train.py:make_model --budget 12GiB --lever chunked_loss --lever micro_batches
     """
     outputs = Outputs.check(out, html, quiet=quiet)
-    wanted = read_budget(budget, tiers)
+    wanted, sent_to = read_budget(budget), read_typed_tiers(tiers)
     for name in lever or ():
         if name not in LEVERS:
             fail(f"--lever {name}: expected {', '.join(LEVERS)}{hint_nearest(name, LEVERS)}")
@@ -83,8 +83,8 @@ def fit(
                     f"To plan for the script: recollect plan {target}"
                 )
             with options_typed():
-                fitted = _fit(options, found, progress, budget=wanted, tiers=tiers, levers=lever or ())
-    outputs.write(fitted.plan, fitted.profile, tiers=tiers)
+                fitted = _fit(options, found, progress, budget=wanted, tiers=sent_to, levers=lever or ())
+    outputs.write(fitted.plan, fitted.profile, tiers=sent_to)
 
 
 def _fit(options: Options, function: Function, progress: ShowProgress, **how: Any) -> "recollect.Fitted":

@@ -28,7 +28,7 @@ from recollect._cli.arguments import (
     read_values,
 )
 from recollect._cli.endings import loading
-from recollect._cli.planned import Outputs, explain_failure, read_budget
+from recollect._cli.planned import Outputs, explain_failure, read_budget, read_typed_tiers
 from recollect._cli.profiling import Options
 from recollect._cli.report import read_profile
 from recollect._cli.screen import fail, keep_stdout_clean, show_progress
@@ -78,7 +78,7 @@ def plan(
         recollect plan train.py:make --device h100,h200 --world 64 --budget 90% --set batch=1 --unknown length
     """
     outputs = Outputs.check(out, html, quiet=quiet)
-    wanted = read_budget(budget, tiers)
+    wanted, sent_to = read_budget(budget), read_typed_tiers(tiers)
     if shard != "fsdp2":
         fail(f"--shard {shard}: expected fsdp2")
     given = read_values(set_)
@@ -87,7 +87,7 @@ def plan(
         if outputs.is_piped:
             stack.enter_context(keep_stdout_clean())
         if unknown is not None:
-            question = Question(unknown=unknown, multiple_of=multiple_of, world=world, budget=wanted, tiers=tiers)
+            question = Question(unknown=unknown, multiple_of=multiple_of, world=world, budget=wanted, tiers=sent_to)
             seen = _search(target, options, given, question, traceback=traceback, quiet=quiet)
         elif Path(target).suffix == ".json":
             seen = _read(Path(target), {**options, "set": given, "ARGS": args}, world)
@@ -96,8 +96,8 @@ def plan(
         with loading():
             make = recollect.plan
         with show_progress("planning", quiet=quiet) as progress:
-            made = explain_failure(lambda: make(seen, budget=wanted, tiers=tiers, progress=progress))
-    outputs.write(made, seen, tiers=tiers)
+            made = explain_failure(lambda: make(seen, budget=wanted, tiers=sent_to, progress=progress))
+    outputs.write(made, seen, tiers=sent_to)
 
 
 def _read(path: Path, given: Mapping[str, Any], world: int) -> Profile:

@@ -1,7 +1,7 @@
 """What commands that plan print and write: the table, the plan as JSON, the page."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from recollect._cli.arguments import STANDARD_OUTPUT
 from recollect._cli.endings import FAILED, writing_output
 from recollect._cli.report import check_path, write_file
 from recollect._cli.screen import fail, say, show_progress
-from recollect._core.errors import BudgetError
+from recollect._core.errors import RecollectError
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._core.spelling import options_typed
@@ -55,7 +55,7 @@ class Outputs:
         """Whether standard output is for the plan alone."""
         return self.out == STANDARD_OUTPUT
 
-    def write(self, plan: Plan, profile: Profile, *, tiers: str | None) -> None:
+    def write(self, plan: Plan, profile: Profile, *, tiers: str | Sequence[str] | None) -> None:
         """Print the plan, and write it and its page; what cannot be written does not keep the others from it."""
         out, _ = self.places
         with ExitStack() as stack:
@@ -68,7 +68,7 @@ class Outputs:
         if not self.is_piped and not self.quiet:
             say(f'to use it: recollect.apply(model, recollect.Plan.from_json(open("{self.out}").read()))')
 
-    def write_page(self, plan: Plan, profile: Profile, *, tiers: str | None = None) -> None:
+    def write_page(self, plan: Plan, profile: Profile, *, tiers: str | Sequence[str] | None = None) -> None:
         """Write the page of a plan alone."""
         from recollect._fit.alternatives import list_alternatives
         from recollect._fit.work import find_margin_share
@@ -93,14 +93,12 @@ def explain_failure(work: Callable[[], T]) -> T:
             return work()
     except ImportError as error:
         fail(str(error))
-    except BudgetError as error:
-        fail(str(error), code=FAILED)
-    except ValueError as error:
+    except (RecollectError, ValueError) as error:
         fail(str(error), code=FAILED)
 
 
-def read_budget(budget: str, tiers: str | None) -> int | str:
-    """The budget that was written, bytes without a unit as a number; refuses what is not a budget or not a tier.
+def read_budget(budget: str) -> int | str:
+    """The budget that was written, bytes without a unit as a number.
 
     Raises:
         typer.Exit: said on standard error.
@@ -112,6 +110,23 @@ def read_budget(budget: str, tiers: str | None) -> int | str:
         parse_budget(wanted, device_bytes=1)
     except ValueError as error:
         fail(f"--budget: {error}")
-    if tiers not in (None, "host"):
-        fail(f"--tiers {tiers}: expected host")
     return wanted
+
+
+def read_typed_tiers(text: str | None) -> str | tuple[str, ...] | None:
+    """The tiers that were written, as `recollect.plan` takes them.
+
+    Raises:
+        typer.Exit: there are no such tiers; said on standard error.
+    """
+    from recollect._plan.tiers import parse_typed, read_tiers
+
+    if text is None:
+        return None
+    tiers = parse_typed(text)
+    try:
+        with options_typed():
+            read_tiers(tiers)
+    except ValueError as error:
+        fail(str(error))
+    return tiers

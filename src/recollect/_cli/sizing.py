@@ -38,7 +38,7 @@ class Question:
     multiple_of: int
     world: int
     budget: int | str
-    tiers: str | None
+    tiers: str | Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

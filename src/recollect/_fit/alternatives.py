@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from recollect._core.alternatives import Alternative, MemoryTrack
 from recollect._core.profiles import Profile
 from recollect._fit.work import Work, find_speed, work_for
@@ -12,7 +14,7 @@ from recollect._plan.write import write_regions
 _MOST = 48
 
 
-def list_alternatives(profile: Profile, *, tiers: str | None = None) -> tuple[Alternative, ...]:
+def list_alternatives(profile: Profile, *, tiers: str | Sequence[str] | None = None) -> tuple[Alternative, ...]:
     """What budgets from the plain step's peak down to the smallest would give, highest peak first.
 
     Of very many the points are taken that peaks at even distances lead to; the first and the last are always there.

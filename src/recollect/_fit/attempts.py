@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ class Subject:
     call: Call
     owns_step: bool
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
-    tiers: str | None
+    tiers: str | Sequence[str] | None
     progress: Progress | None
     ranks: Ranks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Never
 
@@ -29,6 +29,7 @@ from recollect._fit.shapes import Bucket, PlanSwitch, Seen
 from recollect._fit.verify import compare_gradients
 from recollect._plan.budget import FASTEST, SMALLEST
 from recollect._plan.solvers.highs import import_scipy
+from recollect._plan.tiers import read_tiers
 from recollect._selective.knowledge import Learned
 
 _log = logging.getLogger("recollect")
@@ -47,7 +48,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     loss: Callable[..., Tensor] | None = None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     step: Callable[..., Any] | None = None,
-    tiers: str | None = None,
+    tiers: str | Sequence[str] | None = None,
     levers: Iterable[str] | Mapping[str, Any] = (),
     recover: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
@@ -93,6 +94,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
 
     Raises:
         BudgetError: no plan fits, or none stayed within the budget when it ran.
+        OffloadError: `tiers` is the disk, and that cannot be written.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
         ValueError: an argument has an invalid value.
         TypeError: an argument has the wrong type, or an option is unknown.
@@ -113,6 +115,8 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
     check_arguments(
         model, batch, budget=budget, loss=loss, step=step, optimizer=optimizer, recover=recover, progress=progress
     )
+    if tiers is not None:
+        read_tiers(tiers)
     import_scipy()  # before the step runs
     asked = read_levers(levers, owns_step=step is None)
     batches = list_batches(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from recollect._core.profiles import Profile
@@ -51,7 +51,7 @@ class Sizes:
         profile_at: Callable[[int], Profile],
         budget_bytes: int,
         *,
-        tiers: str | None = None,
+        tiers: str | Sequence[str] | None = None,
         known: Mapping[int, Profile] | None = None,
     ) -> None:
         self._profile_at, self._budget_bytes, self._tiers = profile_at, budget_bytes, tiers

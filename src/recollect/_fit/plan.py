@@ -14,11 +14,12 @@ from recollect._core.profiles import Profile
 from recollect._core.spelling import options_of, refuse_unknown
 from recollect._fit.refusal import describe_call, explain_refusal
 from recollect._fit.standard import FULL
-from recollect._fit.work import Work, find_margin_share, find_speed, read_tiers, work_for
+from recollect._fit.work import Work, find_margin_share, find_speed, work_for
 from recollect._plan.budget import FASTEST, SMALLEST, Budget, parse_budget
 from recollect._plan.frontier import Frontier, Point
 from recollect._plan.idle import describe_idle, find_idle, plan_idle
 from recollect._plan.solvers.highs import import_scipy
+from recollect._plan.tiers import read_tiers
 from recollect._plan.write import take_fingerprint, write_choices, write_regions
 
 _FRAGMENTATION = 0.03
@@ -61,6 +62,7 @@ def plan(
         BudgetError: no plan fits; it says what the smallest peak is, what sets it, and what would lower it.
         ValueError: the budget or `tiers` cannot be read, or the profile is not one of a plain step with a backward.
         TypeError: `profile` is something else, such as the model, or an option is unknown.
+        OffloadError: `tiers` is the disk, and that cannot be written.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
 
     >>> import torch, recollect

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from recollect._apply.options import has_peers
-from recollect._core.argument_text import short_repr
-from recollect._core.patterns import hint_nearest
+from recollect._core.errors import OffloadError
 from recollect._core.profiles import Clock, Profile
 from recollect._core.spelling import choose_words
 from recollect._fit.overheads import measured_overheads
@@ -19,11 +18,11 @@ from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import Bound
+from recollect._plan.tiers import DISK, TIERS, read_tiers, spell_tiers
 from recollect._profile.links import measure_disk, measure_pinned
 
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
 _MARGIN_SENT = 0.005  # copies may fall behind their timetable; within 0.06% of the predicted peak on an H200
-_TIERS = ("host", "disk", "host, disk")
 _OVERHEADS, _SENDING, _LINK = "overheads", "overheads of sending", "link to"  # what profiles keep that was measured
 _PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
 
@@ -85,7 +84,7 @@ def _ran_here(profile: Profile) -> bool:
 def take_measured(profile: Profile, other: Profile) -> None:
     """What was measured here for another profile of the same model on the same device holds for this one."""
     for name, known in other.derived.items() if profile.is_dry == other.is_dry else ():
-        if name in (_OVERHEADS, _SENDING, *(f"{_LINK} {tier}" for tier in _TIERS)):
+        if name in (_OVERHEADS, _SENDING, *(f"{_LINK} {tier}" for tier in TIERS)):
             profile.derived.setdefault(name, known)
 
 
@@ -108,34 +107,17 @@ def work_for(profile: Profile, link_bytes_per_s: float | None) -> Work:
     return work
 
 
-def read_tiers(tiers: str | Sequence[str]) -> str:
-    """Where values may be sent, as plans write it.
-
-    Raises:
-        ValueError: there is no such tier.
-
-    >>> read_tiers(("host", "disk"))
-    'host, disk'
-    """
-    tier = ", ".join(map(str, tiers)) if isinstance(tiers, (tuple, list)) else tiers
-    if not isinstance(tier, str) or tier not in _TIERS:
-        message = f"tiers={short_repr(tiers)}: expected 'host', 'disk', ('host', 'disk'), or None to offload nothing"
-        named = tiers if isinstance(tiers, (tuple, list)) else (tiers,)
-        message += hint_nearest(next((one for one in named if one not in _TIERS), None), ("host", "disk"))
-        raise ValueError(message)
-    return tier
-
-
 def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None) -> float:
     """How fast values go there and back; the slower way counts.
 
     Raises:
         ValueError: there is no such tier, values are there already, or the speed is none.
+        OffloadError: it is the disk, and that cannot be written.
     """
     tier = read_tiers(tiers)
-    if tier != "disk" and profile.clock is Clock.HOST:
-        given = choose_words(f"tiers={tiers!r}", f"--tiers {tier}")
-        way_out = choose_words("Pass tiers='disk', or leave tiers out", "Leave --tiers out")
+    if tier != DISK and profile.clock is Clock.HOST:
+        given = choose_words(f"tiers={tiers!r}", spell_tiers(tiers))
+        way_out = choose_words("Pass tiers='disk', or leave tiers out", "Write --tiers disk, or leave --tiers out")
         message = f"{given}: the step already runs in host memory, so moving values there frees nothing.\n{way_out}"
         raise ValueError(message)
     if said is not None:
@@ -150,8 +132,16 @@ def find_speed(tiers: str | Sequence[str], profile: Profile, said: float | None)
 
 
 def _measure_link(tier: str, profile: Profile) -> float:
-    if tier == "disk":
-        return min(link.bytes_per_s for link in measure_disk())
+    if tier == DISK:
+        try:
+            return min(link.bytes_per_s for link in measure_disk())
+        except OSError as error:
+            message = (
+                f"{choose_words(f'tiers={tier!r}', spell_tiers(tier))}: no file can be written among the temporary "
+                f"files, where values would go: {error.strerror or error}.\n"
+                "Set TMPDIR to a folder that can be written and has room."
+            )
+            raise OffloadError(message) from error
     if profile.is_dry or not torch.cuda.is_available():
         return _PCIE_BYTES_PER_S
     return min((link.bytes_per_s for link in measure_pinned(torch.device("cuda"))), default=_PCIE_BYTES_PER_S)

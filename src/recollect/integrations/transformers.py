@@ -24,9 +24,9 @@ from recollect._fit.arguments import ANY_DEVICE
 from recollect._fit.loaders import find_largest
 from recollect._fit.plan import plan
 from recollect._fit.ranks import Ranks
-from recollect._fit.work import read_tiers
 from recollect._inspect.profile import profile
 from recollect._plan.budget import parse_budget
+from recollect._plan.tiers import read_tiers
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
