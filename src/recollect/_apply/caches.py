@@ -8,7 +8,6 @@ and never imported: whoever has one of its models has loaded it.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.instance_forward import InstanceForward
+from recollect._core.signatures import read_signature
 from recollect._core.torch_private.compiler import passed_by
 
 _log = logging.getLogger("recollect")
@@ -110,7 +110,7 @@ class CacheSwitch(InstanceForward):
 
     def __init__(self, module: nn.Module, name: str, *, is_quiet: bool = False) -> None:
         super().__init__(module, name)
-        names = list(inspect.signature(module.forward).parameters)
+        names = list(read_signature(module.forward).parameters)
         self._place = names.index(_USE_CACHE)
         self._labels_place = names.index(_LABELS) if _LABELS in names else None
         self._caches = cache_classes()
@@ -195,4 +195,4 @@ def describe_twice(model: nn.Module, regions: Iterable[nn.Module]) -> str | None
 
 
 def _can_cache(module: nn.Module) -> bool:
-    return _USE_CACHE in inspect.signature(module.forward).parameters
+    return _USE_CACHE in read_signature(module.forward).parameters

@@ -14,6 +14,7 @@ from recollect._apply.options import OPTIONS, Choices, hint_at, parse_mapping
 from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision
 from recollect._core.patterns import compile_pattern
+from recollect._core.signatures import read_signature
 from recollect._offload.offload import Offload, make_offload
 from recollect._policy.base import Policy, PolicyLike, as_policy, name_function, takes
 from recollect._policy.presets import selective
@@ -180,7 +181,7 @@ def _is_classes(keys: Iterable[object]) -> bool:
 def _takes_name(ask: Callable[..., Any]) -> bool:
     """Whether a function wants two arguments, so that the module's name is meant to come first."""
     try:
-        parameters = inspect.signature(ask).parameters.values()
+        parameters = read_signature(ask).parameters.values()
     except (ValueError, TypeError):  # a builtin without one
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

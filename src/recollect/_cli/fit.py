@@ -26,6 +26,7 @@ from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_pr
 from recollect._cli.target import Function, find_target
 from recollect._core.levers import LEVERS
 from recollect._core.patterns import hint_nearest
+from recollect._core.signatures import read_signature
 from recollect._core.spelling import options_typed
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _bind_batch(subject: "Subject", name: str) -> Any:
         return batch if not index or isinstance(index[0], int) else subject.inputs
     if not kwargs:
         return subject.inputs
-    signature = inspect.signature(subject.what.forward)
+    signature = read_signature(subject.what.forward)
     names = signature.bind(*subject.inputs, **kwargs).arguments
     kinds = {signature.parameters[key].kind for key in names if key not in kwargs}
     if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 
 from recollect._cli.screen import fail
 from recollect._core.patterns import hint_nearest
+from recollect._core.signatures import read_signature
 
 _OTHERS = {
     ".ipynb": "a notebook: save it as a script (`jupyter nbconvert --to script`), or call recollect.profile in it",
@@ -55,7 +56,7 @@ class Function:
         Raises:
             typer.Exit: it has no such parameters; said on standard error.
         """
-        takes = inspect.signature(self.function).parameters
+        takes = read_signature(self.function).parameters
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
         unknown = [name for name in given if name not in takes and not takes_all]
         if unknown:
@@ -65,7 +66,7 @@ class Function:
 
     def find_default(self, name: str) -> int | None:
         """The whole number that a parameter is by itself; None if it is none."""
-        default = inspect.signature(self.function).parameters[name].default
+        default = read_signature(self.function).parameters[name].default
         return default if isinstance(default, int) else None
 
 
@@ -157,7 +158,7 @@ def _bind_arguments(function: Callable[..., Any], module: ModuleType, text: str)
         kind = type(raw).__name__
         fail(f"{text} is a model, a {kind}, without its inputs: name a function that returns (model, *inputs)")
     try:
-        signature = inspect.signature(function)
+        signature = read_signature(function)
     except ValueError:  # built in, without a signature
         return raw
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from recollect._core.signatures import read_signature
 from recollect._core.torch_private.pytree import flatten, unflatten
 from recollect._inspect.calling import is_lightning, loss_in
 
@@ -218,7 +219,7 @@ def _forward_of(model: nn.Module) -> Callable[..., Any]:
 
 def _find_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(function)
+        return read_signature(function)
     except (TypeError, ValueError):
         return None
 

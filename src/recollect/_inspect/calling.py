@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.authors import Role
+from recollect._core.signatures import read_signature
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._levers.lazy_logits import LazyLogits
 
@@ -112,7 +112,7 @@ def is_lightning(module: nn.Module) -> bool:
 def _with_index(step: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
     """A ``training_step(batch, batch_idx)`` that may be called with the batch alone."""
     try:
-        inspect.signature(step).bind(*inputs)
+        read_signature(step).bind(*inputs)
     except TypeError:
         return lambda *args, **kwargs: step(*args, 0, **kwargs)
     return step

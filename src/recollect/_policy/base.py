@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import nn
 
 from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision, Site
+from recollect._core.signatures import read_annotations, read_signature
 
 PolicyLike = Callable[[Site], Decision] | Decision
 """Any function of a site, or one decision for all. Those of the catalogue are `Policy` objects, which can say more."""
@@ -210,7 +210,7 @@ def as_policy(policy: PolicyLike) -> Policy:
     if not callable(policy) or isinstance(policy, nn.Module):
         message = expected + describe_argument(policy)
         raise TypeError(message)
-    if getattr(policy, "__annotations__", {}).get("return") in ("Policy", Policy):
+    if read_annotations(policy).get("return") in ("Policy", Policy):
         message = f"{name_function(policy)} makes a policy but is not one itself: call it"
         raise TypeError(message)
     if isinstance(policy, type):
@@ -237,7 +237,7 @@ def takes(fn: Callable[..., Any], count: int) -> bool:
     (True, True, False)
     """
     try:
-        signature = inspect.signature(fn)
+        signature = read_signature(fn)
     except (ValueError, TypeError):  # builtins and compiled functions without one
         return True
     try:

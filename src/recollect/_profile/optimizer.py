@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect._core.signatures import read_signature
 from recollect._core.torch_private.dispatch import DispatchMode, without_dispatch_modes
 from recollect._core.torch_private.fake import READ_SCALAR, fake_mode, is_fake
 from recollect._core.torch_private.pytree import tree_leaves
@@ -247,7 +248,7 @@ def _prepare(shadow: Shadow, optimizer: Kind, fake_of: FakeOf, *, on_cuda: bool)
 
 def _make(kind: type[torch.optim.Optimizer], parameters: list[Tensor]) -> torch.optim.Optimizer:
     build: Callable[..., torch.optim.Optimizer] = kind
-    rate = inspect.signature(kind).parameters.get("lr")
+    rate = read_signature(kind).parameters.get("lr")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     needs_rate = rate is not None and rate.default is inspect.Parameter.empty
     return build(trained, lr=1e-3) if needs_rate else build(trained)
