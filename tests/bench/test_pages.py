@@ -32,7 +32,7 @@ def test_losses_are_set_in_bold_and_counted() -> None:
 
 def test_what_is_missing_and_what_failed_is_said() -> None:
     cells = find_cells(RESULTS, "Llama", "GPU")
-    assert list(write_missing(cells)) == ["* No figures of save_on_cpu (small, eager): out of memory", ""]
+    assert list(write_missing(cells)) == ["* No figures for save_on_cpu (small, eager): out of memory", ""]
     table = list(write_table(cells))
     assert not any("save_on_cpu" in line for line in table)
     assert sum("not measured yet" in line for line in table) == 3
@@ -43,7 +43,7 @@ def test_contenders_that_are_missing_for_one_reason_share_a_line() -> None:
     cells = dict(find_cells(RESULTS, "Llama", "GPU"))
     cells["large", "eager"] = cells["small", "eager"] = replace(MEASURED, figures=(PLAIN, FAILED, other))
     assert list(write_missing(cells)) == [
-        "* No figures of save_on_cpu, offload (small, eager; large, eager): out of memory",
+        "* No figures for save_on_cpu; offload (small, eager; large, eager): out of memory",
         "",
     ]
 

@@ -151,9 +151,9 @@ def write_missing(cells: dict[tuple[str, str], Measured | None]) -> Iterator[str
                 by_reason.setdefault((f"{size}, {mode}", reason), []).append(figure.contender)
     by_names: dict[tuple[str, str], list[str]] = {}
     for (where, reason), names in by_reason.items():
-        by_names.setdefault((", ".join(names), reason), []).append(where)
+        by_names.setdefault(("; ".join(names), reason), []).append(where)
     for (names_text, reason), places in by_names.items():
-        yield f"* No figures of {names_text} ({'; '.join(places)}): {reason}"
+        yield f"* No figures for {names_text} ({'; '.join(places)}): {reason}"
     if by_names:
         yield ""
 
