@@ -111,6 +111,8 @@ def test_another_budget_is_another_measurement(invoke: Invoke, asked: list[Any])
         (("--largest", "lenght"), "--largest lenght: expected batch or length; did you mean 'length'?"),
         (("--size", "huge"), "--size huge: expected small, large, or both"),
         (("--mode", "lazy"), "--mode lazy: expected eager, compiled, or both"),
+        (("llama,resnet",), "GPT, MoE, ViT, U-Net; write a space between several"),
+        (("--budget", "1GiB"), "--budget is for --largest, as in --largest batch --budget 40GiB"),
         (("--largest", "width"), "--largest width: expected batch or length"),
         (("--largest", "batch"), "--largest needs --budget"),
         (("ViT", "--largest", "length", "--budget", "1GiB"), "--largest length: only the inputs of Llama, GPT, MoE"),

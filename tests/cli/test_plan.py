@@ -164,6 +164,23 @@ def test_a_lever_that_cannot_be_used_is_named_as_it_is_typed(invoke: Invoke) -> 
 
 
 @pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_share_of_the_host_is_refused_with_what_to_type(invoke: Invoke, command: str) -> None:
+    done = invoke(command, "blocks.py:make_model", "--budget", "50%")
+    assert done.code == 1
+    assert done.err.endswith(
+        "Give bytes, as in '40GiB', or profile for a known device: recollect plan --dry --device H100\n"
+    )
+
+
+def test_sizes_are_not_looked_for_in_a_profile(invoke: Invoke) -> None:
+    done = invoke("plan", "step.json", "--budget", "1GiB", "--unknown", "batch")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(
+        "error: --unknown batch: step.json is a profile, whose sizes are fixed: name the function"
+    )
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
 def test_values_may_be_moved_to_disk(
     invoke: Invoke, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -246,6 +263,8 @@ def test_a_lever_is_used_where_the_budget_needs_it(invoke: Invoke) -> None:
     assert "lever micro_batches:" in done.out
     done = invoke("fit", "blocks:make_model", "--budget", "2.5MiB", "--lever", "prayer")
     assert done.code == 2
+    done_both = invoke("fit", "blocks:make_model", "--budget", "1MiB", "--lever", "chunked_loss,micro_batches")
+    assert done_both.err.endswith("expected chunked_loss, chunked_mlp, micro_batches; for several, repeat --lever\n")
     assert "--lever prayer: expected chunked_loss, chunked_mlp, micro_batches\n" in done.err
     done = invoke("fit", "blocks:make_model", "--budget", "2.5MiB", "--lever", "micro_batch")
     assert "--lever micro_batch: expected chunked_loss, chunked_mlp, micro_batches; did you mean 'micro_batches'?" in (
@@ -302,6 +321,12 @@ def test_a_world_divides_the_state(invoke: Invoke) -> None:
     [
         (("--unknown", "width"), 2, "has no parameter 'width'; it takes batch, length"),
         (("--unknown", "lenght"), 2, "has no parameter 'lenght'; it takes batch, length; did you mean 'length'?"),
+        (
+            ("--unknown", "batch", "--set", "batch=8"),
+            2,
+            "--unknown batch: --set already gives it the value 8; leave one",
+        ),
+        (("--dry", "--device", "H100,H200"), 2, "--device H100,H200: expected one device; several are for `recollect"),
         (("--set", "batch:8"), 2, "--set batch:8: expected NAME=N, as in --set batch=8"),
         (("--set", "width=8", "--dry"), 2, "has no parameter 'width'; it takes batch, length"),
         (("--shard", "zero3"), 2, "--shard zero3: expected fsdp2"),

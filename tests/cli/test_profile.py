@@ -187,7 +187,10 @@ def test_a_device_that_is_not_here_is_refused_with_the_way_out(invoke: Invoke) -
     done = invoke("profile", "train.py:make_model", "--device", "H200")
     assert done.code == 2
     assert done.err.startswith("error: --device H200: no step can run there: ")
-    assert done.err.endswith(". For a device that this machine does not have, estimate with --dry\n")
+    assert done.err.endswith(
+        ". For a device that this machine does not have, `recollect profile` and `recollect plan` can estimate with "
+        "--dry\n"
+    )
 
 
 def test_a_dry_profile_estimates_for_a_device_that_is_not_here_without_memory(invoke: Invoke, folder: Path) -> None:

@@ -104,6 +104,22 @@ def test_a_file_that_is_not_there_is_refused(invoke: Invoke) -> None:
     assert (done.code, done.err) == (2, "error: none.json cannot be read: No such file or directory\n")
 
 
+def test_a_target_in_place_of_a_profile_is_sent_to_the_other_command(invoke: Invoke) -> None:
+    done = invoke("report", "train.py:make")
+    assert done.code == 2
+    assert done.err == (
+        "error: train.py:make cannot be read: No such file or directory; to take a profile, use `recollect profile "
+        "train.py:make --json step.json`\n"
+    )
+
+
+@pytest.mark.usefixtures("step")
+def test_the_case_of_an_ending_does_not_matter(invoke: Invoke, folder: Path) -> None:
+    done = invoke("report", "step.json", "--to", "STEP.TXT", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert (folder / "STEP.TXT").is_file()
+
+
 @pytest.mark.usefixtures("step")
 def test_an_ending_that_says_nothing_is_refused(invoke: Invoke) -> None:
     done = invoke("report", "step.json", "--to", "x.doc")

@@ -323,6 +323,7 @@ def test_a_name_that_is_like_none_gets_no_guess() -> None:
         lambda: API.offload("gpu"),
         lambda: API.plan(seen(), budget="plenty"),
         lambda: API.plan(seen(), budget="40 XiB"),
+        lambda: API.plan(seen(), budget="inf"),
         lambda: API.profile(Net(), x(), dry=True, device="gpu"),
         lambda: API.checkpoint(Net(), check=5),
     ]

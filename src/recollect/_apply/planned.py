@@ -12,6 +12,7 @@ from recollect._apply.offloading import Elsewhere
 from recollect._apply.options import Choices
 from recollect._apply.rules import Rule, describe_away
 from recollect._apply.targets import Target, by_name
+from recollect._core.argument_text import with_article
 from recollect._core.forecasts import PlannedRegion
 from recollect._core.patterns import did_you_mean, nearest_paths, plain_path
 from recollect._core.plans import Plan
@@ -110,7 +111,8 @@ def _misfit(region: PlannedRegion, target: Target | None, names: dict[str, Targe
         return f"has no module '{region.path}'" + (f" ({did_you_mean(near[:3])})" if near else "")
     module = target.chain[-1]
     if type(module).__name__ != region.kind:
-        return f"has a {type(module).__name__} at '{region.path}', where the plan saw a {region.kind}"
+        found = with_article(type(module).__name__)
+        return f"has {found} at '{region.path}', where the plan saw {with_article(region.kind)}"
     size = sum(size for path, size in owned.items() if path.startswith(f"{region.path}."))
     if region.parameter_bytes and size and size != region.parameter_bytes:
         return f"has {size} bytes of parameters in '{region.path}', where the plan saw {region.parameter_bytes}"

@@ -59,6 +59,7 @@ def bench(
         typer.Option(
             "--limit",
             metavar="SECONDS",
+            min=0,
             help="Start nothing new after this time: no measurement, and with --largest no contender.",
         ),
     ] = None,
@@ -155,7 +156,7 @@ def _measure(
         print_measured(measured)
         if measured.is_partial:
             say(f"{what}: the time ran out before every contender was measured; run it again to continue")
-    if not quiet:
+    if not quiet and path.exists():
         say(f"measurements are in {path}; to make tables and plots from them: recollect bench --page FILE")
     if has_failed:
         raise typer.Exit(FAILED)
@@ -232,7 +233,8 @@ def _write_page(page: Path, results: Path, device: str, *, quiet: bool) -> None:
 def _match(name: str) -> str:
     by_lower = {model.lower(): model for model in MODELS}
     if name.lower() not in by_lower:
-        fail(f"unknown model {name}: expected one or more of {', '.join(MODELS)}{hint_nearest(name, MODELS)}")
+        several = "; write a space between several" if "," in name else hint_nearest(name, MODELS)
+        fail(f"unknown model {name}: expected one or more of {', '.join(MODELS)}{several}")
     return by_lower[name.lower()]
 
 
@@ -247,6 +249,8 @@ def _read_list(option: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 def _read_largest(largest: str | None, budget: str | None) -> int:
     if largest is None:
+        if budget is not None:
+            fail("--budget is for --largest, as in --largest batch --budget 40GiB")
         return 0
     if largest not in ("batch", "length"):
         fail(f"--largest {largest}: expected batch or length{hint_nearest(largest, ('batch', 'length'))}")

@@ -65,7 +65,8 @@ def fit(
     wanted, sent_to = read_budget(budget), read_typed_tiers(tiers)
     for name in lever or ():
         if name not in LEVERS:
-            fail(f"--lever {name}: expected {', '.join(LEVERS)}{hint_nearest(name, LEVERS)}")
+            several = "; for several, repeat --lever" if "," in name else hint_nearest(name, LEVERS)
+            fail(f"--lever {name}: expected {', '.join(LEVERS)}{several}")
     with loading():
         from recollect._cli.users_code import users_code
 

@@ -87,6 +87,7 @@ def plan(
         if outputs.is_piped:
             stack.enter_context(keep_stdout_clean())
         if unknown is not None:
+            _check_unknown(unknown, target, given)
             question = Question(unknown=unknown, multiple_of=multiple_of, world=world, budget=wanted, tiers=sent_to)
             seen = _search(target, options, given, question, traceback=traceback, quiet=quiet)
         elif Path(target).suffix == ".json":
@@ -98,6 +99,15 @@ def plan(
         with show_progress("planning", quiet=quiet) as progress:
             made = explain_failure(lambda: make(seen, budget=wanted, tiers=sent_to, progress=progress))
     outputs.write(made, seen, tiers=sent_to)
+
+
+def _check_unknown(unknown: str, target: str, given: Mapping[str, int]) -> None:
+    if Path(target).suffix == ".json":
+        fail(
+            f"--unknown {unknown}: {target} is a profile, whose sizes are fixed: name the function that makes the model"
+        )
+    if unknown in given:
+        fail(f"--unknown {unknown}: --set already gives it the value {given[unknown]}; leave one of them out")
 
 
 def _read(path: Path, given: Mapping[str, Any], world: int) -> Profile:
@@ -149,8 +159,8 @@ def _search(
         from recollect._cli.users_code import users_code
 
         _ = recollect.on_oom  # torch, and all of the library
-    devices = str(options["device"] or "").split(",")
-    ways = [Options(**{**options, "dry": True, "device": one.strip() or None}) for one in devices]
+    devices = [one.strip() for one in str(options["device"] or "").split(",") if one.strip()] or [""]
+    ways = [Options(**{**options, "dry": True, "device": one or None}) for one in devices]
     found = []
     with users_code(shows_all=traceback):
         function = find_target(target, lets_open=True)

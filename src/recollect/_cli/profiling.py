@@ -86,13 +86,14 @@ class Options:
         A step of the user's own has run once afterwards, so that what is made lazily is there.
         """
         from recollect._cli.seen import Seen
-        from recollect._cli.subject import check_function, move_subject, read_subject
+        from recollect._cli.subject import check_function, check_inputs, move_subject, read_subject
 
         call = function.call
         check_function(function.function, function.name)
         with Seen() as seen:
             result = self._call(function)
         subject = read_subject(result, call, function.name)
+        check_inputs(subject, function.name)
         if self.optimizer is not None:
             subject = replace(subject, options={**subject.options, "optimizer": self.optimizer})
         if not self.is_dry:
@@ -201,14 +202,16 @@ def _check_device(name: str) -> None:
     except (RuntimeError, AssertionError) as error:  # torch built without a device asserts
         reason = str(error).partition("\n")[0]
         fail(
-            f"--device {name}: no step can run there: {reason}. For a device that this machine does not have, estimate "
-            "with --dry"
+            f"--device {name}: no step can run there: {reason}. For a device that this machine does not have, "
+            "`recollect profile` and `recollect plan` can estimate with --dry"
         )
 
 
 def _check_estimate(name: str) -> None:
     from recollect._profile.dry.roofline import find_device
 
+    if "," in name:
+        fail(f"--device {name}: expected one device; several are for `recollect plan --unknown`")
     try:
         find_device(name)
     except ValueError as error:

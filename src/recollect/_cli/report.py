@@ -50,7 +50,7 @@ def report(
     """
     if to is not None:
         check_path(to)
-        if other is not None and to.name.endswith(".json"):
+        if other is not None and to.name.lower().endswith(".json"):
             fail(f"{to}: a file of this kind holds one profile; two are compared in text, .html, .png, .svg or .pdf")
     with show_progress("reading", quiet=quiet):
         read = [read_profile(path) for path in (profile, other) if path is not None]
@@ -71,7 +71,7 @@ def check_path(path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
     try:
         if path.is_dir():
             fail(f"{path} is a folder: name a file in it")
-        if not path.name.endswith(endings):
+        if not path.name.lower().endswith(endings):
             fail(f"{path}: the extension says what to write; expected {' or '.join(endings)}")
         if not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}")
@@ -95,7 +95,9 @@ def read_profile(path: Path) -> Profile:
     try:
         return Profile.from_json(path.read_text("utf-8"))
     except OSError as error:
-        fail(f"{path} cannot be read: {error.strerror}")
+        is_target = path.suffix.startswith(".py") and isinstance(error, FileNotFoundError)
+        instead = f"; to take a profile, use `recollect profile {path} --json step.json`" if is_target else ""
+        fail(f"{path} cannot be read: {error.strerror}{instead}")
     except UnicodeDecodeError:
         fail(f"{path}: expected a recollect profile as JSON, but this is not text")
     except ValueError as error:

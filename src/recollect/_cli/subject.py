@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from recollect._cli.screen import fail
+from recollect._core.argument_text import with_article
 from recollect._core.patterns import hint_nearest, quote_all
+from recollect._core.signatures import read_signature
+from recollect._inspect.calling import is_lightning
+from recollect._policy.base import takes
 
 _KEYS = ("model", "inputs", "kwargs", "optimizer", "loss", "step")
 
@@ -62,6 +66,22 @@ def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject
         check_function(result, f"what {name} returned")
         return Subject(what=result)
     return Subject(what=function)
+
+
+def check_inputs(subject: Subject, name: str) -> None:
+    """Refuse a model that comes without the inputs that its forward needs.
+
+    Raises:
+        typer.Exit: said on standard error.
+    """
+    if not subject.is_model or subject.inputs or subject.options.get("kwargs"):
+        return
+    assert isinstance(subject.what, nn.Module)
+    if takes(subject.what.forward, 0) or is_lightning(subject.what):
+        return
+    kind = with_article(type(subject.what).__name__)
+    needed = ", ".join(read_signature(subject.what.forward).parameters)
+    fail(f"{name} returned a model, {kind}, without its inputs, ({needed}): let it return (model, *inputs)")
 
 
 def check_function(function: Callable[..., Any], name: str) -> None:

@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import Any, NoReturn, Self
 
 from recollect._cli.screen import fail
+from recollect._core.argument_text import with_article
 from recollect._core.patterns import hint_nearest
 from recollect._core.signatures import read_signature
 
 _OTHERS = {
     ".ipynb": "a notebook: save it as a script (`jupyter nbconvert --to script`), or call recollect.profile in it",
-    ".json": "not a script: to show a profile, use `recollect report`",
+    ".json": "not a script: to show a profile, use `recollect report`; to plan for one, `recollect plan`",
 }
 _FORMS = "expected module:function, path/to/file.py:function or path/to/script.py"
 
@@ -89,11 +90,11 @@ def find_target(text: str, *, lets_open: bool = False) -> Script | Function:
     where, colon, name = text.rpartition(":")
     if Path(where).is_file():
         _check_ending(Path(where))
-    if not colon or not where or not name:
+    if not colon or not where or not all(part.isidentifier() for part in name.split(".")):
         if text.endswith(".py"):
             _refuse_path(Path(text))
         fail(f"target {text!r}: {_FORMS}")
-    is_file = where.endswith(".py") or len(Path(where).parts) > 1
+    is_file = where.endswith(".py") or len(Path(where).parts) > 1 or Path(where).is_file()
     module = _load_file(Path(where)) if is_file else _load_module(where)
     found = Function(name=text, function=_find_function(module, name, where), module=module)
     if not lets_open:
@@ -144,8 +145,8 @@ def _find_function(module: ModuleType, name: str, where: str) -> Any:
             fail(f"{where} has no {part!r}{near}")
         found = getattr(found, part)
     if not callable(found):
-        kind = type(found).__name__
-        fail(f"{name!r} of {where} is a {kind}; expected a function that can be called without arguments")
+        kind = with_article(type(found).__name__)
+        fail(f"{name!r} of {where} is {kind}; expected a function that can be called without arguments")
     return found
 
 
@@ -155,8 +156,8 @@ def _bind_arguments(function: Callable[..., Any], module: ModuleType, text: str)
 
     raw = function.func if isinstance(function, functools.partial) else function
     if isinstance(raw, nn.Module):
-        kind = type(raw).__name__
-        fail(f"{text} is a model, a {kind}, without its inputs: name a function that returns (model, *inputs)")
+        kind = with_article(type(raw).__name__)
+        fail(f"{text} is a model, {kind}, without its inputs: name a function that returns (model, *inputs)")
     try:
         signature = read_signature(function)
     except ValueError:  # built in, without a signature

@@ -52,6 +52,16 @@ def describe_argument(value: Any) -> str:
     return f"{type(value).__name__} {text}"
 
 
+def with_article(word: str) -> str:
+    """A word, such as the name of a class, after "a" or "an", by how it begins.
+
+    >>> with_article("int"), with_article("Linear"), with_article("LSTM"), with_article("UNet")
+    ('an int', 'a Linear', 'an LSTM', 'a UNet')
+    """
+    vowels = "AEFHILMNORSX" if word[:2].isupper() else "aeioAEIO"  # of capitals, each is said by itself: "an LSTM"
+    return f"{'an' if word.startswith(tuple(vowels)) else 'a'} {word}"
+
+
 def _is_torchs(value: Any, torch: Any) -> bool:
     return isinstance(value, (torch.Tensor, torch.nn.Module))
 

@@ -12,6 +12,7 @@ from recollect._core.argument_text import describe_argument
 _REGEX = "re:"
 _SHOWN = 5
 _ALIKE = 0.6
+_SHORT = 3  # letters
 _AS_ALIKE = 0.15  # as the most similar one
 
 
@@ -152,8 +153,13 @@ def did_you_mean(names: Iterable[str]) -> str:
 def hint_nearest(name: object, known: Iterable[str]) -> str:
     """What to end an error with that refuses a name: the question which of the known ones is meant, if one is alike.
 
-    >>> hint_nearest("chunk_loss", ["chunked_loss", "chunked_mlp"]), hint_nearest("gpu", ["host", "disk"])
+    Of short names, that is only one that begins alike: ``"inf"`` is two letters away from ``"min"``.
+
+    >>> hint_nearest("chunk_loss", ["chunked_loss", "chunked_mlp"]), hint_nearest("gpu", ["cpu", "cuda"])
     ("; did you mean 'chunked_loss'?", '')
     """
-    near = nearest(name, known) if isinstance(name, str) else []
+    if not isinstance(name, str):
+        return ""
+    begin = name[:1].lower() if len(name) <= _SHORT else ""
+    near = nearest(name, [one for one in known if one.lower().startswith(begin)])
     return f"; {did_you_mean(near)}" if near else ""

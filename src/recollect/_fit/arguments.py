@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import find_targets
-from recollect._core.argument_text import describe_argument, short_repr
+from recollect._core.argument_text import describe_argument, short_repr, with_article
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._plan.budget import parse_budget
 
@@ -78,13 +78,13 @@ def check_arguments(
 def _check_batch(batch: Any) -> None:
     if isinstance(batch, Iterator):
         message = (
-            f"batch is a {type(batch).__name__}, which recollect.fit would use up: pass one batch, the largest, "
-            "or the DataLoader itself"
+            f"batch is {with_article(type(batch).__name__)}, which recollect.fit would use up: pass one batch, the "
+            "largest, or the DataLoader itself"
         )
         raise TypeError(message)
     if isinstance(batch, Dataset):
-        name = type(batch).__name__
-        message = f"batch is a {name}, which has examples and no batches: pass a DataLoader of it, or one batch"
+        name = with_article(type(batch).__name__)
+        message = f"batch is {name}, which has examples and no batches: pass a DataLoader of it, or one batch"
         raise TypeError(message)
     if isinstance(batch, (Mapping, tuple, list)) and not batch:
         message = f"batch is an empty {type(batch).__name__}: pass what one step is called with, as large as it gets"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from recollect._core.argument_text import with_article
 from recollect._core.signatures import read_signature
 from recollect._core.torch_private.pytree import flatten, unflatten
 from recollect._inspect.calling import is_lightning, loss_in
@@ -125,10 +126,10 @@ def describe(batch: Any) -> str:
     ("a dict with 'x'", 'a tuple of 2')
     """
     if isinstance(batch, Mapping):
-        return f"a {type(batch).__name__} with {', '.join(map(repr, batch))}"
+        return f"{with_article(type(batch).__name__)} with {', '.join(map(repr, batch))}"
     if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return "None" if batch is None else f"a {type(batch).__name__}"
+        return f"{with_article(type(batch).__name__)} of {len(batch)}"
+    return "None" if batch is None else with_article(type(batch).__name__)
 
 
 def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Call:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from recollect._core.argument_text import with_article
 from recollect._core.authors import Role
 from recollect._core.signatures import read_signature
 from recollect._core.torch_private.pytree import tree_leaves
@@ -159,7 +160,7 @@ def _explain_no_loss(model: nn.Module, output: Any, value: Any, *, is_given: boo
             f"cannot make a loss from what {what} returns ({type(output).__name__}): no tensor in it requires grad. "
             "Pass `loss=`, a function from the output to the loss, or unfreeze what you want to train"
         )
-    given = "None" if value is None else f"a {type(value).__name__}"
+    given = "None" if value is None else with_article(type(value).__name__)
     return (
         f"loss= returned {given}, which has no graph behind it: expected a tensor that requires grad. Return the loss "
         "itself, neither detached nor as a number"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from recollect._core.patterns import hint_nearest
+from recollect._core.spelling import choose_words
 from recollect._core.units import format_bytes, hint_unit, parse_bytes
 
 SMALLEST, FASTEST = "min", "fastest"
@@ -81,8 +82,10 @@ def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budge
     if not device_bytes:
         message = (
             f"budget {budget!r}: it is not known how much memory the device of this profile has, as on the CPU. Give "
-            "bytes, as in '40GiB', or profile for a known device: recollect.profile(model, ..., dry=True, "
-            "device='H100')"
+            "bytes, as in '40GiB', or profile for a known device: "
+            + choose_words(
+                "recollect.profile(model, ..., dry=True, device='H100')", "recollect plan --dry --device H100"
+            )
         )
         raise ValueError(message)
     if share > 1:

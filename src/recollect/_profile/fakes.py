@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recollect._core.argument_text import with_article
 from recollect._core.operators import is_wrapper, parts_of
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.fake import is_fake, is_uninitialized, storage_key
@@ -77,7 +78,7 @@ def _check_kind(tensor: Tensor) -> None:
         raise ValueError(message)
     if tensor.layout is not torch.strided or is_wrapper(tensor) or tensor.is_quantized:
         message = (
-            f"a dry profile supports plain tensors only, but the model or its inputs hold a {type(tensor).__name__} "
-            f"with layout {tensor.layout}. Profile a real step: dry=False"
+            "a dry profile supports plain tensors only, but the model or its inputs hold "
+            f"{with_article(type(tensor).__name__)} with layout {tensor.layout}. Profile a real step: dry=False"
         )
         raise ValueError(message)

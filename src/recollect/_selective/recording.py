@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from recollect._core.argument_text import with_article
 from recollect._core.operators import UNFILLED, storages_in, tensors_in
 from recollect._core.pytree import Arguments
 from recollect._core.scope import current_run
@@ -228,7 +229,7 @@ class Recording(FunctionMode):
         try:
             return template_of(value, name)
         except Unfixed:
-            self.broken(f"a call of torch takes a {type(value).__name__}, which may change afterwards")
+            self.broken(f"a call of torch takes {with_article(type(value).__name__)}, which may change afterwards")
             return None
 
     def _new(self, tensor: Tensor, maker: int, *, is_held: bool = True) -> int:

@@ -168,7 +168,7 @@ def find_device(name: str | torch.device) -> Device:
         return inside[0]
     known = [device.short for device in DEVICES]
     message = f"unknown device {wanted!r}; expected one of {', '.join(known)}, or torch's own 'cuda'"
-    message += hint_nearest(wanted, [one for one in (*known, "cuda") if one != "cpu"])  # 'gpu' looks like it
+    message += hint_nearest(wanted, [*known, "cuda"])
     raise ValueError(message)
 
 
