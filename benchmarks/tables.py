@@ -108,8 +108,8 @@ def described(cases: list[Figures]) -> str:
         f"`{commit}`" + (f" ({', '.join(names)})" if len(measured) > 1 else "") for commit, names in measured.items()
     ]
     return (
-        f"{'; '.join(places)}; recollect at {' and '.join(commits)}. Of each way its best round; where ours loses, "
-        "the ratio is bold."
+        f"{'; '.join(places)}; recollect at {' and '.join(commits)}. Times are those of the best round. Ratios are "
+        "bold where recollect loses."
     )
 
 
