@@ -1,5 +1,6 @@
 """A budget decides what a compiled step keeps: it is met, gradients stay, and torch's own knob needs more memory."""
 
+import re
 from typing import Any
 
 import pytest
@@ -120,6 +121,17 @@ def test_what_cannot_fit_is_refused_with_the_smallest_peak() -> None:
     while cause is not None and not isinstance(cause, BudgetError):
         cause = cause.__cause__ or cause.__context__
     assert cause is not None or "BudgetError" in str(error.value)
+
+
+def test_a_budget_that_leaves_kernels_no_room_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = make()
+    smallest = run_within("min", model, x).partition.simulation.peak_bytes
+    caplog.clear()
+    run_within(smallest * 2, model, x)
+    assert not caplog.records
+    run_within(smallest + 1024, model, x)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert re.search(r"partitioner\(budget=.*\): .* stay free in this graph, less than the .* KiB", said)
 
 
 def test_the_fastest_leaves_all_to_the_compiler() -> None:

@@ -137,11 +137,11 @@ def time_in_turn(models: Mapping[Key, nn.Module], once: Callable[[nn.Module], Ti
 
     They take turns: a machine has slow moments.
     """
-    started = time.perf_counter()
     for model in models.values():
         for _ in range(warm):
             once(model)
     found: dict[Key, list[Times]] = {key: [] for key in models}
+    started = time.perf_counter()  # a device loads its kernels while they get warm, which may take seconds
     for rounds in range(_ROUNDS):
         if rounds and time.perf_counter() - started > _LONG_S:
             break

@@ -9,6 +9,7 @@ values forced to be kept that cross the *valleys* of forward (`waists.py`), and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.simulate import Simulation, Simulator
 from recollect._plan.solvers.keep_sets import IntegerProgram
 from recollect._plan.waists import find_valleys
+
+_log = logging.getLogger("recollect")
 
 _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts is how many operations weigh a byte
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take, if its result is written nowhere
@@ -81,7 +84,8 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
     def make(profile: Profile) -> Plan:
         if budget.text == FASTEST or not profile.saved:
             return Plan(name=budget.text)
-        found = find_keep_set(profile, _leave_room(profile, budget.bytes))
+        room = _leave_room(profile, budget.bytes)
+        found = find_keep_set(profile, room)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
             found = find_keep_set(profile, budget.bytes)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
@@ -92,6 +96,14 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
                 "Raise the budget, or shrink the batch"
             )
             raise BudgetError(message, found.peak_bytes)
+        if budget.bytes is not None and room is not None and found.peak_bytes > room:
+            _log.warning(
+                "partitioner(budget=%r): %s of it stay free in this graph, less than the %s that kernels may need for "
+                "themselves, so the step may take more. Raise the budget by as much, or measure the step.",
+                budget.text,
+                format_bytes(budget.bytes - found.peak_bytes),
+                format_bytes(budget.bytes - room),
+            )
         return Plan(name=budget.text, choices=tuple(_write(profile, found.kept)))
 
     return make
