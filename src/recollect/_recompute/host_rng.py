@@ -105,7 +105,8 @@ class PythonSource(_HostSource):
         expected = struct.pack(f"i{_WORDS}I", words[-1], *words[:-1])
         self._generator: Any = own
         self._start, self._bytes = id(own) + _HEADER_BYTES, len(expected)
-        is_there = ctypes.string_at(id(probe) + _HEADER_BYTES, len(expected)) == expected
+        has_room = random.Random.__basicsize__ >= _HEADER_BYTES + len(expected)
+        is_there = has_room and ctypes.string_at(id(probe) + _HEADER_BYTES, len(expected)) == expected
         return is_there and type(own) is random.Random
 
     def _copy(self) -> tuple[bytes, float | None]:
