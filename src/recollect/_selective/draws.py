@@ -40,6 +40,8 @@ class Draws:
         Args:
             moved: the generators that moved, and where they stood at entry.
         """
+        if not moved and self._first is None:
+            return True
         first, last = self._first or [], self._last or []
         known = {id(source) for source, _ in first}
         return (

@@ -54,6 +54,7 @@ _OTHER_DRAWS = "a call draws random numbers, but drew none before"
 
 CHOOSING = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ROUTING if hasattr(owner, name))
 _HARMLESS = frozenset({"retain_grad", "_assert_async"})
+_VALUES = frozenset({Size, bool, int, float, torch.dtype, torch.device, torch.layout})
 _END = Call(None, None, is_single=True, draws=False)
 
 
@@ -121,11 +122,12 @@ class Following(FunctionMode):
         self._is_calling = True
         result = func(*args, **kwargs) if kwargs else func(*args)
         self._is_calling = False
+        if type(result) in _VALUES:
+            return result  # it asked for a shape, a dtype or the like
         if func in CHOOSING and self._notes_choices:
             self._note_choice(result)
         is_alike = type(result) is self._result and call.shapes == result.shape and call.dtype is result.dtype
-        if is_alike and call.is_simple and call.func is func:
-            # The usual case.
+        if is_alike and call.is_usual and call.func is func:
             self._next = index + 1
             refs, versions = self._refs, self.bound.versions
             if len(args) != call.size:
@@ -137,11 +139,14 @@ class Following(FunctionMode):
                     self._bind_outside(number, value)
                 elif known() is not value or value._version != versions[number]:  # noqa: SLF001
                     self.why_broken = _OTHER_WAYS
-            if call.others or kwargs:
-                self.bound.arguments[index] = self._rest(call, args, kwargs)
-            number = call.number
+            number, view = call.number, call.view
             refs[number] = ref(result)
             versions[number] = result._version  # noqa: SLF001
+            if view is not None:
+                if not self._is_view(result, view):
+                    self.why_broken = _OTHER_WAYS
+            elif call.others or kwargs:
+                self.bound.arguments[index] = self._rest(call, args, kwargs)
             if call.is_base:
                 self._starts[number] = self._start(result)
             if self._pending:
@@ -151,7 +156,7 @@ class Following(FunctionMode):
             if not is_alike or (call.func is not func and call.func != func):
                 self.why_broken = _OTHER_CALLS
                 return result
-        elif type(result) is Size or not self._is_as_planned(call, func, result):
+        elif not self._is_as_planned(call, func, result):
             if result is None and getattr(func, "__name__", "") not in _HARMLESS and tensors_in(args, kwargs):
                 self.why_broken = _OTHER_CALLS  # it may have written into a tensor
             return result

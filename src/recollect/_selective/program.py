@@ -110,6 +110,8 @@ class Call:
         scratch: numbers of statistics that it updates unseen: it is given copies when it is made again.
         place: where it was made when it was learned, for errors.
         is_simple: whether it takes tensors on their own, gives one, and there is nothing more to it.
+        is_usual: the same, or it gives a view and is not made again: most calls are one of the two.
+        view: what its one result is a view of, if it is usual.
         number: of that one.
     """
 
@@ -127,11 +129,13 @@ class Call:
             "is_recorded",
             "is_simple",
             "is_single",
+            "is_usual",
             "kept",
             "links",
             "needs_grad",
         ),
-        *("bump", "number", "others", "outs", "place", "scratch", "shapes", "size", "tensors", "views", "written"),
+        *("bump", "number", "others", "outs", "place", "scratch", "shapes", "size", "tensors", "view", "views"),
+        "written",
     )
 
     def __init__(self, func: Any, shapes: Any, *, is_single: bool, draws: bool) -> None:
@@ -147,7 +151,8 @@ class Call:
         self.size = 0
         self.is_recorded = self.is_checked = self.is_general = False
         self.needs_grad: tuple[bool, ...] | None = None
-        self.is_base = self.is_simple = self.is_identity = False
+        self.is_base = self.is_simple = self.is_usual = self.is_identity = False
+        self.view: View | None = None
         self.number = self.written = NOWHERE
         self.bump = 0
         self.scratch: frozenset[int] = frozenset()
@@ -156,16 +161,18 @@ class Call:
 
     def settle(self) -> None:
         """All is known: see whether it is a simple one."""
-        self.is_simple = (
+        is_bare = (
             self.is_single
-            and self.views is None
             and not (self.draws or self.is_general or self.kept)
             and self.needs_grad is None
-            and self.is_recorded
             and not (self.is_identity or self.scratch or self.is_overwritten)
             and self.written == NOWHERE
         )
         self.number = self.outs[0] if self.is_single else NOWHERE
+        self.is_simple = is_bare and self.views is None and self.is_recorded
+        self.view = None if self.views is None else self.views.get(0)
+        gives_view = self.view is not None and self.is_checked and not self.is_recorded and self.number >= 0
+        self.is_usual = self.is_simple or (is_bare and gives_view)
 
 
 def flags_of(args: Iterable[Any], kwargs: dict[str, Any] | None) -> tuple[bool, ...]:
