@@ -1,5 +1,7 @@
 """A step timed as it runs without us, the optimizer's step apart from it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,3 +87,47 @@ def test_a_short_step_is_run_more_often_than_a_long_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(plain_module, "_SHORT_S", 0.0)
     assert count() == plain_module._FEWEST
     assert len(rewound) == plain_module._MOST + plain_module._FEWEST
+
+
+def test_backward_is_timed_as_a_part_of_the_step() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def step() -> None:
+        loss = (x @ x).sum()
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, x)
+
+    engine = torch.autograd.Variable._execution_engine
+    body = time_plainly(step, rewind=lambda: None, device=CPU, apart=(), peak_bytes=0).body
+    assert body.backward_s is not None
+    assert 0 < body.backward_s < body.host_s
+    assert torch.autograd.Variable._execution_engine is engine
+
+
+def test_a_backward_inside_of_a_backward_is_timed_once_and_a_step_that_fails_leaves_the_engine() -> None:
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                inner = ctx.saved_tensors[0].detach().requires_grad_()
+                torch.autograd.backward((inner * 2).sum())
+            return gradient * 2
+
+    x = torch.randn(8, requires_grad=True)
+
+    def step() -> None:
+        out: Tensor = Reentrant.apply(x)  # type: ignore[no-untyped-call]
+        out.sum().backward()
+
+    body = time_plainly(step, rewind=lambda: None, device=CPU, apart=(), peak_bytes=0).body
+    assert body.backward_s is not None
+    assert 0 < body.backward_s < body.host_s
+    engine = torch.autograd.Variable._execution_engine
+    with pytest.raises(ZeroDivisionError):
+        time_plainly(lambda: 1 / 0, rewind=lambda: None, device=CPU, apart=(), peak_bytes=0)
+    assert torch.autograd.Variable._execution_engine is engine

@@ -39,6 +39,16 @@ def test_what_the_device_waits_for_in_forward_is_no_time_of_its_own() -> None:
     assert sum(choose_seconds(found)) == pytest.approx(1610e-6)
 
 
+def test_the_hosts_time_of_backward_is_shared_by_the_calls_of_backward() -> None:
+    watched = [replace(cost(4, 5), is_forward=True)] * 50 + [cost(4, 2)] * 100 + [cost(4, 1, is_optimizer=True)]
+    timed = replace(plain(1200, 1200), backward_s=700e-6)
+    found = attribute(watched, timed, None, is_apart=False)
+    forward, backward = found[:50], found[50:150]
+    assert sum(one.host_s or 0 for one in backward) == pytest.approx(700e-6)
+    assert sum(one.host_s or 0 for one in forward) == pytest.approx(500e-6, rel=0.01)
+    assert sum(choose_seconds(found)) == pytest.approx(1200e-6, rel=0.01)
+
+
 def test_a_host_that_waits_for_the_device_does_not_count_the_wait_as_its_own() -> None:
     watched = [cost(100, 5)] * 9 + [replace(cost(100, 5), is_read=True)] + [cost(1, 5)] * 10
     found = attribute(watched, plain(1110, 1100), None, is_apart=False)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from recollect._core.torch_private.engine import around_passes
 from recollect._profile.attribution import Plain
 from recollect._profile.snapshot import tensors_of_optimizer
 
@@ -44,12 +45,13 @@ class PlainTimes:
 
 
 class _Stopwatch:
-    """Host and wall time of what runs, pauses left out."""
+    """Host and wall time of what runs, pauses left out, and what of the host's was backward."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
-        self.host_s = self.wall_s = 0.0
+        self.host_s = self.wall_s = self.backward_s = 0.0
         self._started_s = 0.0
+        self._passes = 0
 
     def start(self) -> None:
         self._wait()
@@ -59,6 +61,20 @@ class _Stopwatch:
         self.host_s += time.perf_counter() - self._started_s
         self._wait()
         self.wall_s += time.perf_counter() - self._started_s
+
+    @contextmanager
+    def backward(self) -> Generator[None]:
+        """Around a backward pass; one inside of another belongs to that."""
+        self._passes += 1
+        started_s = self._read()
+        try:
+            yield
+        finally:
+            self._passes -= 1
+            self.backward_s += 0.0 if self._passes else self._read() - started_s
+
+    def _read(self) -> float:
+        return self.host_s + time.perf_counter() - self._started_s
 
 
 def time_plainly(
@@ -86,19 +102,18 @@ def time_plainly(
     while len(bodies) < _FEWEST or (spent_s < _SHORT_S and len(bodies) < most):
         rewind()
         watch = _Stopwatch(wait)
-        with optimizers.around(watch):
+        with optimizers.around(watch), around_passes(watch.backward):
             watch.start()
             step()
             watch.stop()
         spent_s += watch.wall_s
-        bodies.append(Plain(wall_s=watch.wall_s, host_s=watch.host_s))
+        bodies.append(Plain(wall_s=watch.wall_s, host_s=watch.host_s, backward_s=watch.backward_s))
     if len(bodies) > _FEWEST:
         bodies = bodies[1:]  # the first may still be warming up
     choose = statistics.median if len(bodies) > _FEWEST else min
-    body = Plain(
-        wall_s=choose([one.wall_s for one in bodies]),
-        host_s=choose([one.host_s for one in bodies]),
-    )
+    host_s = choose([one.host_s for one in bodies])
+    share = statistics.median((one.backward_s or 0.0) / one.host_s for one in bodies)
+    body = Plain(wall_s=choose([one.wall_s for one in bodies]), host_s=host_s, backward_s=share * host_s)
     return PlainTimes(body=body, optimizer=optimizers.timed, is_apart=bool(apart))
 
 

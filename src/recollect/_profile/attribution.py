@@ -16,7 +16,10 @@ from recollect._core.queues import Queued, queue
 _WAITS = 1.02
 """A device works to the end if it is done this much later than the host."""
 _BETWEEN_FORWARD = 3.0
-"""What the host does before a call of forward, where modules are, as a multiple of what it does before others."""
+"""What the host does before a call of forward, where modules are, as a multiple of what it does before others.
+
+Where nobody measured how much of the host's time was backward.
+"""
 _HALVINGS = 40
 
 
@@ -46,10 +49,12 @@ class Plain:
     Attributes:
         wall_s: until the device was done.
         host_s: until the host was.
+        backward_s: what of the host's time was backward; None if nobody measured it.
     """
 
     wall_s: float
     host_s: float
+    backward_s: float | None = None
 
 
 def attribute(costs: Sequence[Cost], body: Plain, optimizer: Plain | None, *, is_apart: bool) -> list[Cost]:
@@ -115,20 +120,33 @@ def _share(costs: list[Cost], plain: Plain) -> list[Cost]:
 
 def _share_host(costs: list[Cost], plain: Plain) -> list[Cost]:
     """The host's time: calls, and what lies between them. Waiting for the device does not count as time of calls."""
-    called_s = sum(cost.host_s or 0.0 for cost in costs)
-    if called_s > plain.host_s:
-        shrink = _scale(called_s, plain.host_s, len(costs))
-        shared = [replace(cost, host_s=shrink(cost.host_s or 0.0)) for cost in costs]
-    else:
-        parts = [_BETWEEN_FORWARD if cost.is_forward else 1.0 for cost in costs]
-        each_s = (plain.host_s - called_s) / sum(parts)
-        shared = [
-            replace(cost, host_s=(cost.host_s or 0.0) + each_s * part) for cost, part in zip(costs, parts, strict=True)
-        ]
+    shared = list(costs)
+    for part, host_s in _split_host(costs, plain):
+        for at, cost in zip(part, _share_between([costs[at] for at in part], host_s), strict=True):
+            shared[at] = cost
     if not any(cost.is_read for cost in costs):
         return shared
     factor = _find_factor(lambda factor: _queue(shared, host=factor).host_s, plain.host_s, 1.0)
     return [replace(cost, host_s=(cost.host_s or 0.0) * factor) for cost in shared]
+
+
+def _split_host(costs: list[Cost], plain: Plain) -> list[tuple[list[int], float]]:
+    """Which calls share which of the host's time: those of backward theirs, if that was measured."""
+    backward = [at for at, cost in enumerate(costs) if not (cost.is_forward or cost.is_optimizer)]
+    others = [at for at, cost in enumerate(costs) if cost.is_forward or cost.is_optimizer]
+    if plain.backward_s is None or not backward or not others:
+        return [(list(range(len(costs))), plain.host_s)]
+    return [(others, plain.host_s - plain.backward_s), (backward, plain.backward_s)]
+
+
+def _share_between(costs: list[Cost], host_s: float) -> list[Cost]:
+    called_s = sum(cost.host_s or 0.0 for cost in costs)
+    if called_s > host_s:
+        shrink = _scale(called_s, host_s, len(costs))
+        return [replace(cost, host_s=shrink(cost.host_s or 0.0)) for cost in costs]
+    parts = [_BETWEEN_FORWARD if cost.is_forward else 1.0 for cost in costs]
+    each_s = (host_s - called_s) / sum(parts)
+    return [replace(cost, host_s=(cost.host_s or 0.0) + each_s * part) for cost, part in zip(costs, parts, strict=True)]
 
 
 def _find_factor(measure: Callable[[float], float], wanted_s: float, most: float) -> float:

@@ -7,7 +7,8 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,32 @@ set_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 def when_pass_ends(callback: Callable[[], None]) -> None:
     """Call back when the running pass is done; a pass that fails does not call."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _Surrounded:
+    """Autograd's engine, with something around each backward pass."""
+
+    def __init__(self, engine: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._engine, self._around = engine, around
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._around():
+            return self._engine.run_backward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@contextmanager
+def around_passes(around: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
+    """Run all backward passes of the process inside of what this makes, on the thread that asks for them."""
+    owner: Any = torch.autograd.Variable
+    engine = owner._execution_engine
+    owner._execution_engine = _Surrounded(engine, around)
+    try:
+        yield
+    finally:
+        owner._execution_engine = engine
 
 
 next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
