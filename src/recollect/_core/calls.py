@@ -131,6 +131,7 @@ class OpCall:
         entered: the outermost module that was called anew between the call of forward before this one and this one, and
             that makes both; None if there is none. So two calls of a module in a row are told apart.
         is_scripted: whether it is made by code that calls functions of TorchScript, whose calls cannot be replayed.
+        is_assignment: whether it is part of ``x[index] = y``, which cannot be replayed: it gives nothing back.
     """
 
     op: str
@@ -157,6 +158,7 @@ class OpCall:
     within: int | None = None
     entered: str | None = None
     is_scripted: bool = False
+    is_assignment: bool = False
 
     @property
     def reads(self) -> frozenset[int]:

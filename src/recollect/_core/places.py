@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from recollect._core.torch_private.engine import ENGINE_CODE
 _TORCH_CHECKPOINT = str(PurePath(torch.__file__).parent / "utils" / "checkpoint.py")
 _DYNAMO = str(PurePath("_dynamo", "eval_frame.py"))
 _CONTEXT_LINES = 4
+_ASSIGNS_TO_PART = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "STORE_SLICE") if name in dis.opmap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,12 @@ def uses_torchscript(depth: int) -> bool:
         return False
     known = frame.f_globals
     return any(isinstance(known.get(name), torch.jit.ScriptFunction) for name in frame.f_code.co_names)
+
+
+def assigns_to_part(depth: int) -> bool:
+    """Whether the same function is at ``x[index] = y``, which gives nothing back."""
+    frame = _calling_frame(sys._getframe(depth + 1))  # noqa: SLF001
+    return frame is not None and frame.f_code.co_code[frame.f_lasti] in _ASSIGNS_TO_PART
 
 
 def _calling_frame(frame: FrameType | None) -> FrameType | None:

@@ -43,7 +43,8 @@ def can_replay(problem: Problem, run: Run) -> bool:
     """Whether a run can be replayed if what is kept lets it.
 
     Not if it overwrites what something else has a view of, reads buffers that it updates, takes memory that others
-    fill, talks to other processes, calls TorchScript, or is so small that an accelerator would wait for the host.
+    fill, assigns to parts of tensors, talks to other processes, calls TorchScript, or is so small that an accelerator
+    would wait for the host.
     """
     known: dict[tuple[str, int], bool] = problem.derived.setdefault("can replay", {})
     key = (run.path, run.first)
@@ -55,7 +56,8 @@ def can_replay(problem: Problem, run: Run) -> bool:
 def _can_replay(problem: Problem, run: Run) -> bool:
     for number in range(run.first, run.stop):
         call = problem.calls[number]
-        if call.is_collective or call.is_scripted or any("complex" in value.dtype for value in call.outputs):
+        is_unseen = call.is_collective or call.is_scripted or call.is_assignment
+        if is_unseen or any("complex" in value.dtype for value in call.outputs):
             return False
         if is_unfilled(call) and not _has_company(problem, run, number):
             return False

@@ -239,6 +239,7 @@ def _make_calls(
                 within=raw.within,
                 entered=raw.entered,
                 is_scripted=raw.is_scripted,
+                is_assignment=raw.is_assignment,
             )
         )
     return tuple(calls)

@@ -23,6 +23,7 @@ class RawCall:
         "entered",
         "flops",
         "inputs",
+        "is_assignment",
         "is_scripted",
         "leaf",
         "module",
@@ -57,6 +58,7 @@ class RawCall:
     within: int | None
     entered: str | None
     is_scripted: bool
+    is_assignment: bool
     workspace_bytes: int
 
 

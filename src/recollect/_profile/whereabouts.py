@@ -14,7 +14,13 @@ from torch import Tensor
 
 from recollect._core.calls import Phase
 from recollect._core.families import paths_above
-from recollect._core.places import Places, calling_instruction, is_recomputed_by_torch, uses_torchscript
+from recollect._core.places import (
+    Places,
+    assigns_to_part,
+    calling_instruction,
+    is_recomputed_by_torch,
+    uses_torchscript,
+)
 from recollect._core.scope import current_run
 from recollect._core.torch_private.engine import current_pass, sequence_of
 from recollect._core.torch_private.graph import leaf_of
@@ -43,7 +49,7 @@ class Whereabouts:
         self._region_of, self._replay_of = region_of, replay_of
         self._stepping: list[int] = []  # the backward pass, -1 for none, in which an optimizer began to step
         self._caller: object = None  # of the last operator in forward: its module, and the instruction
-        self._within, self._is_scripted = -1, False
+        self._within, self._is_scripted, self._is_assignment = -1, False, False
         self.visits = Visits()
         self._last_module: str | None = None  # of the last operator in forward
         self._saw_regions = False
@@ -79,7 +85,7 @@ class Whereabouts:
         """
         call.run, call.scopes, call.leaf = current_run(), self.scopes.now(), -1
         call.module = call.source = ""
-        call.within, call.entered, call.is_scripted = None, None, False
+        call.within, call.entered, call.is_scripted, call.is_assignment = None, None, False, False
         call.region = region = self._region_of()
         if region:
             self._saw_regions = True
@@ -109,8 +115,9 @@ class Whereabouts:
             caller = (call.module, *calling_instruction(3))
             if caller != self._caller:
                 self._caller, self._within = caller, self._within + 1
-                self._is_scripted = uses_torchscript(3)
-            call.within, call.is_scripted = self._within, self._is_scripted
+                self._is_scripted, self._is_assignment = uses_torchscript(3), assigns_to_part(3)
+            call.within = self._within
+            call.is_scripted, call.is_assignment = self._is_scripted, self._is_assignment
             call.entered = self._find_entered(call.module)
             self._last_module = call.module
         return None
