@@ -79,6 +79,23 @@ def test_what_is_larger_than_anything_runs_under_the_smallest_plan_and_the_log_s
     assert fitted.is_removed
 
 
+def test_other_inputs_are_not_called_larger(caplog: pytest.LogCaptureFixture) -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = make()
+
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+            found: Tensor = self.blocks(x if more is None else x + more)
+            return found
+
+    model, (x, more) = Doubling(), batch(256)
+    with recollect.fit(model, (x, more), budget="min"):
+        model(x).sum().backward()
+    assert "Doubling was called with [256, 16], other inputs than it was fitted with" in caplog.text
+    assert "with the same inputs" in caplog.text
+
+
 def test_calls_that_do_not_train_change_no_plan(caplog: pytest.LogCaptureFixture) -> None:
     model = make()
     with recollect.fit(model, batch(256), loss=lose, budget=find_budget(256)):

@@ -22,6 +22,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 _log = logging.getLogger("recollect")
 
 _WITH_LARGEST = "Fit it with its largest batch, or with several: recollect.fit(model, [batch, larger_batch], ...)"
+_WITH_SAME_INPUTS = "Fit it with the same inputs, or with several: recollect.fit(model, [batch, other_batch], ...)"
 _IN_PARTS = "It was fitted to run in micro-batches: fitted.forward_backward(batch) cuts the batch and runs them"
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -40,10 +41,18 @@ def covers(known: Shapes, asked: Shapes) -> bool:
     >>> covers(((8, 512),), ((4, 512),)), covers(((8, 512),), ((2, 1024),))
     (True, False)
     """
-    return len(known) == len(asked) and all(
-        len(one) == len(other) and all(size <= most for size, most in zip(other, one, strict=True))
-        for one, other in zip(known, asked, strict=True)
+    return are_alike(known, asked) and all(
+        size <= most for one, other in zip(known, asked, strict=True) for size, most in zip(other, one, strict=True)
     )
+
+
+def are_alike(one: Shapes, other: Shapes) -> bool:
+    """Whether they are as many tensors, of as many dimensions each.
+
+    >>> are_alike(((8, 512),), ((2, 1024),)), are_alike(((8, 512), (8, 512)), ((8, 512),))
+    (True, False)
+    """
+    return [len(shape) for shape in one] == [len(shape) for shape in other]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,12 +121,15 @@ class PlanSwitch:
         wanted = next((bucket.plan for bucket in self._buckets if bucket.covers(asked)), self._safe)
         if wanted is self._safe and not self._has_told:
             self._has_told = True
+            is_larger = any(are_alike(known, asked) for bucket in self._buckets for known in bucket.shapes)
+            is_cut = any(lever.name == MICRO_BATCHES for lever in wanted.levers)
             _log.warning(
-                "recollect.fit: %s was called with %s, larger than anything it was fitted with: it now runs under "
-                "the plan with the smallest peak, and whether that fits was not measured. %s",
+                "recollect.fit: %s was called with %s, %s it was fitted with: it now runs under the plan with the "
+                "smallest peak, and whether that fits was not measured. %s",
                 type(model).__name__,
                 ", ".join(map(str, map(list, asked))),
-                _IN_PARTS if any(lever.name == MICRO_BATCHES for lever in wanted.levers) else _WITH_LARGEST,
+                "larger than anything" if is_larger else "other inputs than",
+                _IN_PARTS if is_cut else _WITH_LARGEST if is_larger else _WITH_SAME_INPUTS,
             )
         self.put(model, wanted)
 
