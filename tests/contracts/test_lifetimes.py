@@ -636,3 +636,35 @@ def test_a_graph_that_a_function_puts_away_holds_nothing_else_that_was_recompute
     backward(loss)
     del loss
     assert not watched.alive
+
+
+@pytest.mark.parametrize("engine", ["native", "to the end"])
+def test_a_graph_that_a_function_puts_away_lets_go_of_what_it_saved(engine: str) -> None:
+    # As recurrent layers do that remember their last state, and blocks that show their attention.
+    away, watched = list[Tensor](), Watched()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        watched.show(**{f"{recollect.is_recomputing()}": y})
+        away[:] = [(y * y).sum()]
+        return away[0] * y.exp()
+
+    loss = NATIVE[engine](fn)(fresh()).sum()
+    backward(loss)
+    del loss
+    assert not watched.alive
+    with pytest.raises(recollect.CheckpointError, match="a graph that a recomputation made"):
+        away[0].backward()
+
+
+@pytest.mark.parametrize("engine", ["native", "to the end"])
+def test_a_backward_inside_the_function_finds_what_was_recomputed(engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        inside = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(inside.sin().exp().sum(), inside)
+        return (x * slope).exp()
+
+    x = torch.randn(4, requires_grad=True)
+    (expected,) = torch.autograd.grad(fn(x).sum(), x)
+    (found,) = torch.autograd.grad(NATIVE[engine](fn)(x).sum(), x)
+    assert torch.equal(found, expected)

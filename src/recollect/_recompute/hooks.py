@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import Tensor
 
+from recollect._core.errors import CheckpointError
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.values import Evidence
 
@@ -38,7 +40,29 @@ def observe(tensor: Tensor, evidence: Evidence | None, log: OpLog | None) -> Non
 
 
 def same(tensor: Tensor) -> Tensor:
-    """Unpack hook during recomputation: a backward inside the function reads the recomputed tensors as they are."""
+    """A hook that leaves a tensor as it is."""
+    return tensor
+
+
+def find_again(packed: Tensor | ref[Tensor]) -> Tensor:
+    """Unpack hook during recomputation: a backward inside the function reads the recomputed tensors as they are.
+
+    The graph refers to them weakly: it lives on where the function puts something away, such as the last state of a
+    recurrent layer, and what it saved goes when backward is done with it.
+
+    Raises:
+        CheckpointError: the recomputation is long over, and its own graph is run backward.
+    """
+    if isinstance(packed, Tensor):
+        return packed
+    tensor = packed()
+    if tensor is None:
+        message = (
+            "backward was run through a graph that a recomputation made, and whose values are gone: forward has put a "
+            "tensor away, in an attribute or a list, and recomputation has put its own in its place.\n"
+            "Use what forward returns, or run backward through it before the region is recomputed"
+        )
+        raise CheckpointError(message)
     return tensor
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 from torch import Tensor
 
@@ -120,7 +121,7 @@ class Recorder:
         self._evidence = Evidence(check) if check is not None else None
         self.log = OpLog(frame.name) if frame.log is not None else None
 
-    def pack(self) -> Callable[[Tensor], Tensor]:
+    def pack(self) -> Callable[[Tensor], Tensor | ref[Tensor]]:
         """The saved-tensor hook of recomputation: fills in the tensor at its number, and stops after the last one.
 
         A closure, written out: it runs per saved tensor. The detach takes 0.35 µs of it, the metadata 0.25.
@@ -131,7 +132,7 @@ class Recorder:
         stop_at, index = last if self._stops and self.log is None else -1, -1
         before: Tensor | None = None  # the one saved before, if it has no gradient
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor | ref[Tensor]:
             nonlocal index, before
             index += 1
             if index > last:
@@ -150,12 +151,13 @@ class Recorder:
             elif not tensor.is_leaf:
                 # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
                 tensor = tensor.detach()
-            if live is None or live[index]:
+            is_held = live is None or live[index]
+            if is_held:
                 values[index] = (tensor, meta[3])
             if index == stop_at and may_stop(self._frame, before, tensor, self._leaves):
                 raise StopRecomputation
             before = constant
-            return tensor
+            return ref(tensor) if is_held else tensor
 
         self.count_made = lambda: index + 1
         return pack

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from recollect._core.torch_private.ambient import function_mode_depth, quietly
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import find_live
-from recollect._recompute.hooks import Meta, StopRecomputation, differs, may_stop, quick_meta, read_meta, same
+from recollect._recompute.hooks import Meta, StopRecomputation, differs, find_again, may_stop, quick_meta, read_meta
 from recollect._recompute.oplog import OpLog
 from recollect._recompute.refusals import refuse_changed
 from recollect._recompute.way import Pack, Sides
@@ -144,7 +145,7 @@ class Collector:
         made = self._made
         add, add_meta, enough, count, constant = made.append, self._metas.append, len(self._frame.handles), 0, 0
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> ref[Tensor]:
             nonlocal count, constant
             count += 1
             try:
@@ -161,7 +162,7 @@ class Collector:
                 before = made[-2] if 0 < constant == count - 1 else None
                 if count > enough or may_stop(self._frame, before, tensor, self._leaves):
                     raise StopRecomputation
-            return tensor
+            return ref(tensor)
 
         self.count_made = made.__len__
         return pack
@@ -170,7 +171,7 @@ class Collector:
         """Give what was collected to the frame; False, and nothing is given, if something differs from forward.
 
         Afterwards nothing is held here: the graph of the recomputation may live on in something that the function put
-        away, a module's attribute, and it holds the hook.
+        away, a module's attribute, and it holds the hook; see `find_again`.
         """
         frame, made, metas = self._frame, list(self._made), self._metas
         self._made.clear()
@@ -209,7 +210,7 @@ def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_las
     assert fn is not None
     hook = quietly(pack) if function_mode_depth() else pack
     hook.frame = frame  # type: ignore[attr-defined]
-    push_hooks(hook, same)
+    push_hooks(hook, find_again)
     try:
         if context is None and log is None:
             result = inputs.call(fn, leaves)

@@ -15,7 +15,7 @@ import torch
 
 from recollect._core.places import Place
 from recollect._recompute.handles import frame_of
-from recollect._recompute.hooks import same
+from recollect._recompute.hooks import find_again
 from recollect._selective.kept_call import Hooks
 
 
@@ -65,7 +65,7 @@ def kept_inside(hooks: Hooks | None) -> KeptInside | None:
     if hooks is None or frame is None:
         return None
     nested: list[KeptInside] | None = getattr(frame, "nested", None)
-    if hooks[1] is not same:  # of forward
+    if hooks[1] is not find_again:  # of forward
         if nested is None:
             nested = frame.nested = []
         nested.append(KeptInside())
