@@ -179,3 +179,29 @@ def test_tiny_modules_are_no_regions() -> None:
     told = recollect.plan(seen, budget="min")
     assert told.regions
     assert "scale" not in {region.path for region in told.regions}
+
+
+class Looping(nn.Module):
+    """Runs its one layer several times, as an ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = x + self.layer(x)
+        return x
+
+
+def test_the_one_layer_that_runs_several_times_is_a_block() -> None:
+    model, x = nn.Sequential(nn.LayerNorm(16), Looping()), torch.randn(256, 16)
+    seen = with_fixed_times(recollect.profile(model, x))
+    with recollect.apply(model, {"1.layer": "full"}):
+        full = recollect.profile(model, x).peak_bytes
+    plan = recollect.plan(seen, budget="min")
+    assert [region.path for region in plan.regions if region.path != "0"] == ["1.layer"]
+    assert plan.peak_bytes <= full < 0.5 * seen.peak_bytes
+    with recollect.apply(model, plan):
+        measured = recollect.profile(model, x).peak_bytes
+    assert abs(measured - plan.peak_bytes) <= 64  # a bias' gradient, to which each run adds

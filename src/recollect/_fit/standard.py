@@ -60,8 +60,8 @@ def evaluate(problem: Problem, segment: Segment, policy: Policy) -> Option:
 
 
 def _find_repeated(chain: Sequence[Segment]) -> list[Segment]:
-    """The segments of every kind that a list holds several of; without lists those of the most frequent kind."""
+    """The segments of every kind that a list holds several of; without lists those of the kind that runs most often."""
     listed = Counter(segment.kind for segment in chain if segment.path.rpartition(".")[2].isdecimal())
-    counts = Counter(segment.kind for segment in chain)
+    counts = Counter(segment.kind for segment in chain for _ in segment.runs)
     kinds = {kind for kind, count in listed.items() if count > 1} or {max(counts, key=lambda kind: counts[kind])}
     return [segment for segment in chain if segment.kind in kinds]

@@ -1,9 +1,9 @@
 """Which modules can be regions, and which of them are the same: the chain of segments that a plan chooses along.
 
-A segment is a module whose runs do not lie in another segment's. Repeated blocks come first; where there are none, and
-for what lies outside of them, the outermost modules that save something. Segments that run the same calls on the same
-shapes are of one type: what is found for one holds for all. Other cuts are tried, too: parts of blocks, and whole
-stages.
+A segment is a module whose runs do not lie in another segment's. Repeated blocks come first, or a single one that runs
+several times; where there are none, and for what lies outside of them, the outermost modules that save something.
+Segments that run the same calls on the same shapes are of one type: what is found for one holds for all. Other cuts are
+tried, too: parts of blocks, and whole stages.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def find_chains(problem: Problem) -> list[list[Segment]]:
     able = [path for path in problem.paths if _is_able(problem, path, modules)]
     blocks = _find_blocks(able, modules)
     cuts = [blocks]
+    if not blocks:
+        blocks = _find_rerun(problem, able, modules)
+        cuts.insert(0, blocks)
     parts = [path for block in blocks for path in _children(block, able)]
     if parts:
         cuts.append(parts)
@@ -101,6 +104,17 @@ def _find_blocks(able: list[str], modules: dict[str, ModuleEntry]) -> list[str]:
     holders = {parent for path in modules for parent in list(paths_above(path))[1:]}
     with_parts = {path for path in repeated if path in holders}
     return list(_outermost(path for path in able if path in (with_parts or repeated)))
+
+
+def _find_rerun(problem: Problem, able: list[str], modules: dict[str, ModuleEntry]) -> list[str]:
+    """The outermost modules with parts that run more often than what holds them, as the one layer of an ALBERT."""
+
+    def runs_again(path: str) -> bool:
+        holders = (above for above in list(paths_above(path))[1:] if above in modules or not above)
+        holder = next(above for above in holders if not above or modules[above].kind not in _LISTS)
+        return path not in problem.leaves and len(problem.runs_of(path)) > len(problem.runs_of(holder))
+
+    return list(_outermost(path for path in able if runs_again(path)))
 
 
 def _outermost(paths: Iterable[str]) -> Iterator[str]:
