@@ -1,11 +1,14 @@
-"""Which values the code of modules still has in variables when it returns.
+"""Which values the code of modules still has in variables when it returns, and its caller's meanwhile.
 
 Autograd holds most of them anyway, so that the plain step does not show it; where a plan lets go of one, the variable
-keeps it until the module's ``forward`` is over. Seen by a profile function of Python's, unless somebody else has one.
+keeps it until the module's ``forward`` is over. So does a variable of the module that calls it: a loop over layers has
+what the layer before gave in one until the next returns. Seen by a profile function of Python's, unless somebody else
+has one.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
@@ -14,10 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 _MOST = 64  # values of a collection that are looked at
+_NEAR = 16  # frames between a module's code and that of the module which calls it
 
 
 class Variables:
-    """While started, tells of the tensors that variables hold when a module's own code returns, on this thread."""
+    """While started, tells of the tensors in variables of a module and its caller when it returns, on this thread."""
 
     def __init__(self) -> None:
         self._codes: set[CodeType] = set()
@@ -59,9 +63,25 @@ class Variables:
 
         def hear(frame: FrameType, event: str, _: Any) -> None:
             if event == "return" and frame.f_code in codes:
-                note(list(_find_tensors(frame.f_locals.values())))
+                note([*_find_tensors(frame.f_locals.values()), *_find_in_caller(frame, codes)])
 
         return hear
+
+
+def _find_in_caller(frame: FrameType, codes: set[CodeType]) -> list[Tensor]:
+    """The tensors in variables of the module that has called this one."""
+    caller = frame.f_back
+    for _ in range(_NEAR):
+        if caller is None or caller.f_code in codes:
+            break
+        caller = caller.f_back
+    if caller is None or caller.f_code not in codes or not caller.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return []
+    variables = caller.f_locals
+    found = list(_find_tensors(variables.values()))
+    if type(variables) is dict:  # before Python 3.13 the frame holds this copy of its variables, and all that is in it
+        variables.clear()
+    return found
 
 
 def _find_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
