@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -238,3 +239,51 @@ def test_an_exception_on_one_thread_does_not_disturb_another() -> None:
             mismatch()
 
     at_once([good, bad] * 2)
+
+
+def test_a_profile_leaves_alone_what_another_thread_trains_meanwhile() -> None:
+    theirs = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    expected = copy.deepcopy(theirs)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    x, steps = torch.ones(2, 4), list[None]()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        backward(model(x).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    class Meanwhile(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            in_another_thread(lambda: train(theirs, optimizer))
+            steps.append(None)
+            return super().forward(x)
+
+    seen = recollect.profile(Meanwhile(4, 4), x)
+    for _ in steps:
+        train(expected, reference)
+    assert_equal(list(theirs.parameters()), list(expected.parameters()))
+    assert seen.optimizer == ""
+
+
+def test_profiles_at_the_same_time_leave_the_garbage_collector_as_it_was() -> None:
+    before = gc.get_threshold()
+    entered, left = threading.Event(), threading.Event()
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            entered.wait(60)  # the other one has begun
+            return super().forward(x)
+
+    class Second(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            entered.set()
+            left.wait(60)  # the first is over
+            return super().forward(x)
+
+    def first() -> None:
+        recollect.profile(First(2, 2), torch.ones(1, 2), timed=False)
+        left.set()
+
+    at_once([first, lambda: recollect.profile(Second(2, 2), torch.ones(1, 2), timed=False)])
+    assert gc.get_threshold() == before

@@ -346,7 +346,7 @@ class Capture(DispatchMode):
     # Optimizers.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if IS_SHADOW in vars(optimizer):
+        if not self._is_of_step(optimizer):
             return
         self._note_gradients()
         if self._snapshot is not None:
@@ -354,12 +354,16 @@ class Capture(DispatchMode):
         self.whereabouts.begin_optimizer()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if IS_SHADOW in vars(optimizer):
+        if not self._is_of_step(optimizer):
             return
         self.whereabouts.end_optimizer()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.note_states(tensors_of_optimizer(optimizer))
+
+    def _is_of_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step calls an optimizer: torch also tells of those that other threads train with meanwhile."""
+        return IS_SHADOW not in vars(optimizer) and self.is_on
 
     def note_states(self, tensors: Sequence[Tensor]) -> None:
         """These tensors are an optimizer's state."""

@@ -87,6 +87,11 @@ class DispatchMode(TorchDispatchMode):
     ) -> None:
         super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the mode meets the operators of this thread: that it was entered on, or one of autograd's for it."""
+        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+
     @untraced  # between compiled frames, Dynamo would be for compiling this, too
     def __torch_dispatch__(
         self,
