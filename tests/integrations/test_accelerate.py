@@ -47,3 +47,13 @@ def test_regions_come_before_or_after_prepare(order: str) -> None:
     if order == "after":
         recollect.apply(prepared)
     assert all(map(torch.equal, gradients(prepared), expected))
+
+
+def test_fit_takes_the_prepared_optimizer_and_leaves_the_weights_as_they_were() -> None:
+    model = build("mistral")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    with recollect.fit(model, batch("mistral"), optimizer=optimizer, budget="min") as fitted:
+        assert fitted.profile.optimizer == "AdamW"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recollect
+from recollect._core.calls import Category
 from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.fake import is_fake
 from recollect._profile.dry.roofline import find_device
@@ -243,3 +245,56 @@ def test_the_optimizers_own_step_is_there_again_after_an_error() -> None:
     with pytest.raises(KeyError, match="mine"), with_shadow_steps(optimizer, lambda _: None, on_cuda=True):
         raise KeyError("mine")
     assert vars(optimizer)["step"] is step
+
+
+class Around(torch.optim.Optimizer):
+    """Has another optimizer do its work, and keeps one more tensor for each parameter."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        found = self.inner.step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("slow", parameter.detach().clone())
+        return found
+
+
+class Passing(torch.optim.Optimizer):
+    """Passes everything on, as Accelerate's does; has no parameters of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(("around", "slots"), [(Around, 3), (Passing, 2), (lambda inner: Passing(Around(inner)), 3)])
+@pytest.mark.parametrize("way", ["optimizer=", "in the step", "dry"])
+def test_an_optimizer_around_another_leaves_everything_as_it_was_and_counts_all_states(
+    around: Any, slots: int, way: str
+) -> None:
+    model, x = nn.Linear(64, 64), torch.randn(2, 64)
+    before = copy.deepcopy(model.state_dict())
+    inner = torch.optim.AdamW(model.parameters())
+    outer = around(inner)
+
+    def step() -> None:
+        model(x).sum().backward()
+        outer.step()
+
+    if way == "optimizer=":
+        seen = recollect.profile(model, x, optimizer=outer)
+    else:
+        seen = recollect.profile(step, dry=way == "dry")
+    counted = (s for s in seen.storages if s.category is Category.OPTIMIZER and s.made_at is None)
+    assert sum(s.bytes for s in counted if s.bytes > 64) == slots * SIZE
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not inner.state
+    assert not outer.state

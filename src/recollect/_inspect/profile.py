@@ -23,6 +23,7 @@ from recollect._inspect.calling import find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
+from recollect._profile.snapshot import optimizers_in
 from recollect._selective.knowledge import Learned, learning_apart
 
 __recollect_role__ = Role.RUNNER
@@ -143,13 +144,15 @@ def profile_step(  # noqa: PLR0913 (as above)
     values = [*inputs, *given.values()]
     _check(step_or_model, inputs, loss, optimizer)
     _check_options(dry=dry, device=device, dtype=dtype, name=name, timed=timed, progress=progress)
+    outermost = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
     if isinstance(step_or_model, nn.Module):
-        modules, optimizers = [step_or_model], list[torch.optim.Optimizer]()
+        modules = [step_or_model]
     else:
         modules = _put_first(model, find_roots(step_or_model, values))
-        optimizers = find_reachable(torch.optim.Optimizer, step_or_model, values)
-    if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in optimizers:
-        optimizers.append(optimizer)
+        outermost = [*find_reachable(torch.optim.Optimizer, step_or_model, values), *outermost]
+    optimizers = list(dict.fromkeys(one for outer in outermost for one in optimizers_in(outer)))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizers_in(optimizer)[-1]
     called = find_call(step_or_model, inputs, loss)
     make = functools.partial(
         StepProfiler,

@@ -32,6 +32,7 @@ from recollect._core.torch_private.fake import READ_SCALAR, fake_mode, is_fake
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._profile.fakes import Fakes
 from recollect._profile.raw import IS_SHADOW
+from recollect._profile.snapshot import optimizers_in
 
 Kind = torch.optim.Optimizer | type[torch.optim.Optimizer]
 FakeOf = Callable[[Tensor], Tensor]
@@ -130,6 +131,8 @@ def with_fake_parameters(
 ) -> Generator[None]:
     """Let an instance step on fake tensors, whoever calls it; it is put back in the end. Inside of a fake mode.
 
+    Optimizers that it has do its work are to be given before it.
+
     Args:
         optimizer: whose attributes are others inside.
         fake_of: gives the fake tensor for one of its own.
@@ -146,7 +149,7 @@ def with_fake_parameters(
 
     try:
         attributes.update(_attributes_on_fakes(optimizer, fake_of, on_cuda=on_cuda))
-        if not _tensors_in(optimizer.state):
+        if not _own_states(optimizer):
             with _some_gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
                 failed = _try_step(optimizer)
             if failed is not None:
@@ -226,23 +229,20 @@ def _prepare(shadow: Shadow, optimizer: Kind, fake_of: FakeOf, *, on_cuda: bool)
     parameters = [fake for fake, _ in shadow.known]
     try:
         if isinstance(optimizer, torch.optim.Optimizer):
-            copy: torch.optim.Optimizer = object.__new__(type(optimizer))
-            vars(copy).update(_attributes_on_fakes(optimizer, fake_of, on_cuda=on_cuda))
-            shadow.known += [(fake_of(state), state) for state in _tensors_in(optimizer.state)]
+            copy = _copy_on_fakes(optimizer, fake_of, on_cuda=on_cuda)
+            shadow.known += [(fake_of(state), state) for state in _states_of(optimizer)]
         else:
-            copy = _make(optimizer, parameters)
-            vars(copy).update(_attributes_on_fakes(copy, fake_of, on_cuda=on_cuda))
+            copy = _copy_on_fakes(_make(optimizer, parameters), fake_of, on_cuda=on_cuda)
     except Exception as error:
         _count_slots(shadow, parameters, f"it could not be built: {error}")
         return
-    vars(copy)[IS_SHADOW] = True
-    if not _tensors_in(copy.state):
+    if not _states_of(copy):
         with _some_gradients(parameters):
             failed = _try_step(copy)
         if failed is not None:
             _count_slots(shadow, parameters, f"it could not step on fake tensors: {failed}")
             return
-    shadow.states = _tensors_in(copy.state)
+    shadow.states = _states_of(copy)
     shadow.run = copy.step
 
 
@@ -252,6 +252,20 @@ def _make(kind: type[torch.optim.Optimizer], parameters: list[Tensor]) -> torch.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     needs_rate = rate is not None and rate.default is inspect.Parameter.empty
     return build(trained, lr=1e-3) if needs_rate else build(trained)
+
+
+def _copy_on_fakes(optimizer: torch.optim.Optimizer, fake_of: FakeOf, *, on_cuda: bool) -> torch.optim.Optimizer:
+    """A copy of an optimizer with fake tensors in place of its own; nobody takes its steps for those of the user's.
+
+    Optimizers that it has do its work are copies too: the user's own would step for real.
+    """
+    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(copy).update(_attributes_on_fakes(optimizer, fake_of, on_cuda=on_cuda))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            vars(copy)[name] = _copy_on_fakes(value, fake_of, on_cuda=on_cuda)
+    vars(copy)[IS_SHADOW] = True
+    return copy
 
 
 def _attributes_on_fakes(optimizer: torch.optim.Optimizer, fake_of: FakeOf, *, on_cuda: bool) -> dict[str, Any]:
@@ -292,8 +306,13 @@ def _on_fakes(value: Any, fake_of: FakeOf) -> Any:
     return [_on_fakes(part, fake_of) for part in value] if isinstance(value, list) else value
 
 
-def _tensors_in(state: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(list(state.values())) if isinstance(leaf, Tensor)]
+def _own_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors that an optimizer keeps, and those of optimizers that it has do its work."""
+    return [state for one in optimizers_in(optimizer) for state in _own_states(one)]
 
 
 @contextmanager

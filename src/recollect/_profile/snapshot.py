@@ -191,6 +191,17 @@ def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     )
 
 
+def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer after those that it has do its work; without itself where it has no parameters of its own.
+
+    Such a one, as Accelerate and Lightning put around the user's, passes calls on and decides only whether to.
+    """
+    attributes = vars(optimizer)
+    inside = [value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)]
+    found = [one for inner in inside for one in optimizers_in(inner)]
+    return found if found and "param_groups" not in attributes else [*found, optimizer]
+
+
 def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]

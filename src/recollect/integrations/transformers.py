@@ -156,7 +156,7 @@ def _take_profile(model: nn.Module, inputs: Mapping[str, Any], optimizer: Any) -
     """A step on fake tensors; a real one of a sharded model, whose gathers fake tensors cannot follow."""
     is_dry = not any(map(is_sharded, model.parameters()))
     with caches_left_out([model]):
-        return profile(model, kwargs=dict(inputs), optimizer=_unwrap(optimizer), dry=is_dry)
+        return profile(model, kwargs=dict(inputs), optimizer=optimizer, dry=is_dry)
 
 
 def _switch_off(models: list[Any]) -> None:
@@ -232,11 +232,6 @@ class RecollectCallback(TrainerCallback):
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """The optimizer that Accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _find_batch(loader: Any) -> Mapping[str, Any]:
