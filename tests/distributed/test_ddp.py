@@ -72,6 +72,26 @@ def compare(engine: str, shares: bool) -> None:
             assert our_buckets == plain_buckets > 0
 
 
+def profile_first(engine: str, accumulates: bool) -> None:
+    """A profile is the first to run the replica, where a reducer notes which parameters are used."""
+    plain, ours = make(None, engine), make(None, engine)
+    x = torch.randn(4, WIDTH)
+    for replica in (plain, ours) if accumulates else ():
+        torch.manual_seed(1)
+        replica(x).sum().backward()
+    recollect.profile(ours, x, timed=False)
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None) == (not accumulates)
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
+    assert_same_steps(train(plain), train(ours))
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_after_a_profile_are_those_of_plain_ddp(ranks: Ranks, engine: str, accumulates: bool) -> None:
+    ranks.run(profile_first, engine, accumulates)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_and_reductions_are_those_of_plain_ddp_whatever_is_applied_first(ranks: Ranks, engine: str) -> None:
     ranks.run(compare, engine, False)

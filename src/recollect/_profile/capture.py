@@ -25,6 +25,7 @@ from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.engine import (
     current_node,
     current_pass,
+    engine_calls,
     next_sequence,
     sequence_of,
     when_pass_ends,
@@ -165,7 +166,7 @@ class Capture(DispatchMode):
             sequence = next_sequence() - 1
             written = tensors_written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
             if self._snapshot is not None and (written or operator.is_random):
-                self._keep_aside(written, kwargs)
+                self._keep_aside(written, kwargs, node)
             measured = None if self._meter is None else self._meter.begin(operator, args, kwargs)
             started = self.timer.start()
             result = func(*args, **kwargs)
@@ -214,8 +215,12 @@ class Capture(DispatchMode):
             for tensor in tensors:
                 self.storages.note_variable(tensor, at)
 
-    def _keep_aside(self, written: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        """Memory that is about to be written into, and generators that are about to be drawn from."""
+    def _keep_aside(self, written: Sequence[Tensor], kwargs: dict[str, Any], node: Any) -> None:
+        """Memory that is about to be written into, and generators that are about to be drawn from.
+
+        Of what autograd writes without Python, only gradients: the rest is DDP's, which counts steps as well. It notes
+        in the first step which parameters are used and, with a static graph, looks there in all later ones.
+        """
         assert self._snapshot is not None
         for value in kwargs.values():
             if isinstance(value, torch.Generator):
@@ -223,6 +228,10 @@ class Capture(DispatchMode):
         with self._lock:
             self.storages.settle(len(self.calls))
             found = [one for tensor in written for one in storages_of(tensor) if self.storages.was_there(one)]
+        if found and current_pass() != -1 and engine_calls(3):
+            leaf = leaf_of(node)
+            own = [] if leaf is None or leaf.grad is None else [storage for storage, _ in storages_of(leaf.grad)]
+            found = [one for one in found if any(one[0] is storage for storage in own)]
         self._snapshot.before_write(found)
 
     def _write_down(

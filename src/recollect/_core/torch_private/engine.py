@@ -7,8 +7,10 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +23,15 @@ pass_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_tas
 
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 """The Python function under which the engine runs on the thread that called backward; on its own threads none is."""
+
+
+def engine_calls(depth: int) -> bool:
+    """Whether the engine itself called the function that many Python frames above the caller's, no code of a hook."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(depth):
+        frame = None if frame is None else frame.f_back
+    return frame is None or frame.f_code is ENGINE_CODE
+
 
 top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
     torch._C._autograd._top_saved_tensors_default_hooks
