@@ -1,7 +1,8 @@
 """The callback for Lightning: the same training, to the bit, and a module as it was afterwards."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 
+from recollect import fit as fit_step
+from recollect import profile
 from recollect.integrations.lightning import RecollectCallback
 from tests.cli.commands import recollect
 from tests.models import GPT
@@ -119,3 +122,15 @@ def test_the_command_line_gives_the_batch_to_the_training_step(command: str, tmp
     done = recollect(command, "task.py:make", "--budget", "min", "--quiet", folder=tmp_path)
     assert done.code == 0, done.err
     assert "plan Task within min" in done.out
+
+
+@pytest.mark.parametrize("run", [functools.partial(fit_step, budget="min"), profile])
+def test_a_step_that_needs_a_trainer_says_what_to_pass(run: Callable[..., Any]) -> None:
+    class Manual(Task):
+        def training_step(self, tokens: Tensor) -> Tensor:
+            self.optimizers()
+            return super().training_step(tokens)
+
+    with pytest.raises(RuntimeError, match="not attached") as caught:
+        run(Manual(), TOKENS)
+    assert "pass a function that computes the loss" in caught.value.__notes__[0]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from recollect._core.argument_text import with_article
 from recollect._core.signatures import read_signature
 from recollect._core.torch_private.pytree import flatten, unflatten
-from recollect._inspect.calling import is_lightning, loss_in
+from recollect._inspect.calling import doubt_trainer, is_lightning, loss_in
 
 _TARGETS = ("labels", "targets", "target", "label", "y")
 
@@ -66,7 +66,8 @@ def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module)
     batch = _send(batch, model)
     if loss is None and is_lightning(model):
         step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
-        return Call(function=step, args=(batch, 0) if _binds(step, (batch, 0), {}) else (batch,))
+        args = (batch, 0) if _binds(step, (batch, 0), {}) else (batch,)
+        return Call(function=step, args=args, doubt=doubt_trainer(model))
     if loss is None or count_arguments(loss) < 2:  # noqa: PLR2004
         return _call_with(model, batch, loss)
     inputs, target = _take_target(batch, model)

@@ -19,6 +19,7 @@ from recollect._fit.batches import Call
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
 from recollect._fit.shapes import Seen
+from recollect._inspect.calling import is_lightning
 from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import profile_step
 from recollect._selective.knowledge import Learned
@@ -75,6 +76,8 @@ class Runner:
             return self._profile_all(once_more=None if gradients is None else gradients.watching())
         except (RuntimeError, MemoryError) as error:
             if read_shortage(error) is None:
+                if self._call.doubt and is_lightning(self._model):
+                    error.add_note(self._call.doubt)
                 raise
             _log.info("recollect.fit: the plain step does not fit; it is profiled on fake tensors")
         except (TypeError, AttributeError) as error:

@@ -59,11 +59,12 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A model, and how its loss is made."""
+    """A model, how its loss is made, and what may be wrong with how it is called, in a sentence."""
 
     model: nn.Module
     forward: Callable[..., Any]
     loss: Callable[[Any], Tensor] | None
+    doubt: str = ""
 
     def bind(self, watching: Watching, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
         """What runs forward and backward."""
@@ -71,7 +72,12 @@ class ModelCall:
 
         def run() -> None:
             with torch.enable_grad():
-                output = self.forward(*inputs, **kwargs)
+                try:
+                    output = self.forward(*inputs, **kwargs)
+                except RuntimeError as error:
+                    if self.doubt:
+                        error.add_note(self.doubt)
+                    raise
                 value = loss_in(output) if self.loss is None else self.loss(output)
             if not isinstance(value, Tensor) or not value.requires_grad:
                 raise ValueError(_explain_no_loss(self.model, output, value, is_given=self.loss is not None))
@@ -87,9 +93,10 @@ def find_call(
     if not isinstance(step_or_model, nn.Module):
         return StepCall(function=step_or_model)
     forward: Callable[..., Any] = step_or_model
+    doubt = ""
     if not has_forward(step_or_model) and callable(step := getattr(step_or_model, "training_step", None)):
-        forward = _with_index(step, inputs)
-    return ModelCall(model=step_or_model, forward=forward, loss=loss)
+        forward, doubt = _with_index(step, inputs), doubt_trainer(step_or_model)
+    return ModelCall(model=step_or_model, forward=forward, loss=loss, doubt=doubt)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -108,6 +115,17 @@ def is_lightning(module: nn.Module) -> bool:
     owner = next(bases, None)
     lightning = any(base.__module__.split(".")[0] in _LIGHTNING for base in type(module).__mro__)
     return lightning and owner is not None and owner.__module__.split(".")[0] not in _LIGHTNING
+
+
+def doubt_trainer(module: nn.Module) -> str:
+    """What to say where the step of a LightningModule fails that has no Trainer; nothing if it has one."""
+    if getattr(module, "_trainer", None) is not None:
+        return ""
+    return (
+        f"recollect called {type(module).__name__}.training_step without a Trainer: if it needs one, as manual "
+        "optimization does, pass a function that computes the loss with this module instead. recollect.fit takes it as "
+        "step="
+    )
 
 
 def _with_index(step: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
