@@ -348,7 +348,7 @@ def _find_end(problem: Problem, run: Run, storage: int) -> _End:
     start, end = problem.spans[storage]
     savers = problem.saved_by[storage]
     released = max(problem.released.get(by, 0) for by in savers)
-    if end is None or end > released:  # somebody else holds it, too
+    if end is None or end > max(released, run.end):  # somebody else holds it, too, not just nodes of the run
         moment = len(problem.calls) if end is None else max(end, start)
         return _End(storage=storage, used=start, moment=moment)
     cached = [problem.forward_count] if storage in problem.cached else []
