@@ -258,9 +258,9 @@ class RngState:
             else:
                 self._starts_accelerator = accelerator() is not None and not accelerator_started()
         if "python" in kinds:
-            self._others.append((_PYTHON, _PYTHON.read()))
+            self._others += [(_PYTHON, _PYTHON.read())]
         if "numpy" in kinds and "numpy" in sys.modules:
-            self._others.append((_NUMPY, _NUMPY.read()))
+            self._others += [(_NUMPY, _NUMPY.read())]
 
     def _enter_capture(self, sources: list[Source]) -> None:
         """A generator cannot be read, because a CUDA graph is being captured."""

@@ -208,6 +208,7 @@ SPARSE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 says it once in a process
 @pytest.mark.parametrize("kind", SPARSE)
 def test_sparse_gradients_take_what_they_take_in_a_real_step(kind: str) -> None:
     model = nn.Sequential(SPARSE[kind](), nn.Linear(16, 16))
