@@ -48,6 +48,15 @@ def test_a_fitted_model_stays_within_its_budget_and_everything_else_is_as_it_was
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_what_it_returns_can_be_explained() -> None:
+    model = make()
+    fitted = recollect.fit(model, TOKENS, budget="min")
+    assert fitted.model is model
+    model(TOKENS).sum().backward()
+    assert str(recollect.explain(fitted)) == str(recollect.explain(model))
+    fitted.remove()
+
+
 def test_the_first_step_after_it_learns_nothing_more_which_would_take_more_than_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

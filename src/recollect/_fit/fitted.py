@@ -7,7 +7,7 @@ from traceback import clear_frames
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
@@ -51,6 +51,11 @@ class Fitted:
     def plan(self) -> Plan:
         """The plan for the largest batch."""
         return self.plans[-1]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as it was given to `fit`."""
+        return self._attempt.subject.model
 
     @property
     def is_removed(self) -> bool:

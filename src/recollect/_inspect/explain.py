@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -26,7 +26,14 @@ from recollect._selective.region import SelectiveRegion
 from recollect._selective.unmatched import count_matches
 
 
-def explain(target: Callable[..., Any] | Applied) -> Explanation:
+class HasModel(Protocol):
+    """What `recollect.fit` returns."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+
+def explain(target: Callable[..., Any] | Applied | HasModel) -> Explanation:
     """Say what a policy decided: which values are kept and which recomputed, by which rule, their bytes, how often.
 
     It describes calls that were made, so run a step first. Operators that can only be run again (views, in-place
@@ -34,7 +41,7 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
 
     Args:
         target: a region, as `checkpoint` returned it; the module or function that it wraps, under all policies it ran
-            with; a model, for all its regions; or a handle from `apply`.
+            with; a model, for all its regions; or what `apply` or `fit` returned.
 
     Returns:
         An object that prints as a table, and that has `regions`, each with its `calls`, each with its `sites`.
@@ -65,6 +72,8 @@ def explain(target: Callable[..., Any] | Applied) -> Explanation:
     if isinstance(target, Applied):
         return _explain_applied(target)
     if not callable(target):
+        if isinstance(model := getattr(target, "model", None), nn.Module):
+            return explain(model)
         message = f"recollect.explain expects a region, a function or a module, not {describe_argument(target)}"
         raise TypeError(message)
     region = _region_of(target)
