@@ -1,5 +1,6 @@
 """A profiled step: exact bytes, right places, and everything as it was found."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -809,3 +810,13 @@ def test_a_step_that_must_not_run_twice_runs_once() -> None:
 
     recollect.profile(step, timed=False)
     assert count == [1]
+
+
+@pytest.mark.parametrize(("kind", "how"), [(tuple, r"\*batch"), (list, r"\*batch"), (dict, "kwargs=batch")])
+def test_a_batch_that_a_model_takes_apart_is_named_in_the_error(kind: type, how: str) -> None:
+    x = torch.ones(2, 3)
+    batch = kind(input1=x, input2=x) if kind is dict else kind((x, x))
+    with pytest.raises(TypeError) as caught:
+        recollect.profile(nn.Bilinear(3, 3, 2), batch)
+    (note,) = caught.value.__notes__
+    assert re.search(rf"Bilinear.forward got the {kind.__name__} as its only argument.*profile\(model, {how}\)", note)

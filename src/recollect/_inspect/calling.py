@@ -74,7 +74,7 @@ class ModelCall:
             with torch.enable_grad():
                 try:
                     output = self.forward(*inputs, **kwargs)
-                except RuntimeError as error:
+                except (AttributeError, RuntimeError, TypeError) as error:
                     if self.doubt:
                         error.add_note(self.doubt)
                     raise
@@ -93,10 +93,22 @@ def find_call(
     if not isinstance(step_or_model, nn.Module):
         return StepCall(function=step_or_model)
     forward: Callable[..., Any] = step_or_model
-    doubt = ""
+    doubt = _doubt_packed(step_or_model, inputs)
     if not has_forward(step_or_model) and callable(step := getattr(step_or_model, "training_step", None)):
         forward, doubt = _with_index(step, inputs), doubt_trainer(step_or_model)
     return ModelCall(model=step_or_model, forward=forward, loss=loss, doubt=doubt)
+
+
+def _doubt_packed(model: nn.Module, inputs: tuple[Any, ...]) -> str:
+    """What to say where a model fails that was given a whole batch as one argument; nothing otherwise."""
+    batch = inputs[0] if len(inputs) == 1 else None
+    if not isinstance(batch, (tuple, list, dict)):
+        return ""
+    how = "kwargs=batch" if isinstance(batch, dict) else "*batch"
+    return (
+        f"{type(model).__name__}.forward got the {type(batch).__name__} as its only argument. "
+        f"If it takes what is in it, write recollect.profile(model, {how})"
+    )
 
 
 def has_forward(module: nn.Module) -> bool:
