@@ -87,19 +87,18 @@ class ModelCall:
 
 
 def find_call(
-    step_or_model: Callable[..., Any], inputs: tuple[Any, ...], loss: Callable[[Any], Tensor] | None
+    step_or_model: Callable[..., Any], inputs: tuple[Any, ...], loss: Callable[[Any], Tensor] | None, doubt: str = ""
 ) -> StepCall | ModelCall:
-    """What is to be called for a step."""
+    """What is to be called for a step; `doubt` says what may be wrong with that."""
     if not isinstance(step_or_model, nn.Module):
         return StepCall(function=step_or_model)
     forward: Callable[..., Any] = step_or_model
-    doubt = _doubt_packed(step_or_model, inputs)
     if not has_forward(step_or_model) and callable(step := getattr(step_or_model, "training_step", None)):
         forward, doubt = _with_index(step, inputs), doubt_trainer(step_or_model)
     return ModelCall(model=step_or_model, forward=forward, loss=loss, doubt=doubt)
 
 
-def _doubt_packed(model: nn.Module, inputs: tuple[Any, ...]) -> str:
+def doubt_packed(model: Any, inputs: tuple[Any, ...]) -> str:
     """What to say where a model fails that was given a whole batch as one argument; nothing otherwise."""
     batch = inputs[0] if len(inputs) == 1 else None
     if not isinstance(batch, (tuple, list, dict)):

@@ -19,7 +19,7 @@ from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.reachable import find_reachable, find_roots
 from recollect._core.spelling import options_of, refuse_unknown
-from recollect._inspect.calling import find_call
+from recollect._inspect.calling import doubt_packed, find_call
 from recollect._inspect.step import StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
@@ -116,6 +116,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         name=name,
         timed=timed,
         progress=progress,
+        doubt=doubt_packed(step_or_model, inputs),
     )
 
 
@@ -135,11 +136,13 @@ def profile_step(  # noqa: PLR0913 (as above)
     progress: Callable[[int, int | None], None] | None = None,
     once_more: AbstractContextManager[None] | None = None,
     learned: Learned | None = None,
+    doubt: str = "",
 ) -> Profile:
     """The same as `profile`, for other parts of the library.
 
     Modules of `model`, if one is given, have the paths that they have in it. In `once_more` a real step that is timed
     runs once more, unwatched. What regions learn in a real step is written to `learned`, for a caller who keeps it.
+    Where a model fails, its error is noted with `doubt`, a sentence on what may be wrong with the call.
     """
     values = [*inputs, *given.values()]
     _check(step_or_model, inputs, loss, optimizer)
@@ -153,7 +156,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     optimizers = list(dict.fromkeys(one for outer in outermost for one in optimizers_in(outer)))
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizers_in(optimizer)[-1]
-    called = find_call(step_or_model, inputs, loss)
+    called = find_call(step_or_model, inputs, loss, doubt)
     make = functools.partial(
         StepProfiler,
         modules,
