@@ -81,6 +81,29 @@ def test_the_smallest_peak_is_below_half_of_the_plain_one(plain: Compiled) -> No
     assert peak_of(smallest) < 0.5 * peak_of(plain.partition.simulation)
 
 
+class Headed(nn.Module):
+    """Ends with logits that are larger than all before them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(32, 2048, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.inner(x)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, torch.arange(len(logits)) % 2048)
+
+
+def test_what_is_there_again_at_the_peak_is_not_made_again() -> None:
+    """Logits are in memory when their gradients are made, so that dropping them before lowers no peak."""
+    inner, x = make()
+    found = run_within("min", Headed(inner), x).partition
+    calls = found.profile.calls
+    largest = max(range(found.profile.forward_count), key=lambda number: calls[number].flops)
+    assert calls[largest].module.endswith("head")
+    assert largest not in found.simulation.recomputed_calls
+    assert found.simulation.recomputed_calls
+
+
 class Prefixed(nn.Module):
     """Begins with something narrow, as models do that make masks first."""
 

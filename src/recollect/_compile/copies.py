@@ -17,20 +17,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from recollect._compile.joint import hint
-from recollect._compile.ordering import has_kernel, wait_for
-from recollect._core.operators import operator_of
+from recollect._compile.nodes import bytes_of, has_kernel, is_cheap, is_view, late_nodes
+from recollect._compile.ordering import wait_for
 from recollect._core.torch_private.partitioner import REGION
-from recollect._core.torch_private.schemas import OpOverload
 
 _SOURCE, _SINK = "source", "sink"
-_LAYOUTS = frozenset({"clone", "cat", "_to_copy", "convert_element_type"})
-"""Not pointwise by their tags, and as cheap."""
 
 
 def copy_cheap_values(backward: fx.GraphModule) -> int:
@@ -39,7 +33,7 @@ def copy_cheap_values(backward: fx.GraphModule) -> int:
     Only in a graph of one region, where torch would run the compiled block twice. In a whole model with many regions
     torch makes nothing twice, and there copies are kernels that nobody else runs: a quarter more of them.
     """
-    late = _late_nodes(backward.graph)
+    late = late_nodes(backward.graph)
     regions: dict[int, list[fx.Node]] = defaultdict(list)
     for node in backward.graph.nodes:
         if node.op == "call_function" and node not in late and REGION in node.meta:
@@ -56,16 +50,6 @@ def copy_cheap_values(backward: fx.GraphModule) -> int:
     return len(copying.made)
 
 
-def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What needs gradients of results: all that is not recomputation."""
-    late: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or any(source in late for source in node.all_input_nodes):
-            late.add(node)
-    return late
-
-
 def _made_again(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
     """Of a region's recomputed nodes, those that gradients make again from what the smallest cut holds."""
     import networkx as nx  # which torch needs for its own cuts
@@ -73,8 +57,8 @@ def _made_again(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
     own, flow = set(nodes), nx.DiGraph()
     read = {node for node in nodes if any(user in late and user.op != "output" for user in node.users)}
     for node in nodes:
-        flow.add_edge((node, 0), (node, 1), capacity=_bytes(node) + _is_view(node))
-        if not _is_cheap(node):
+        flow.add_edge((node, 0), (node, 1), capacity=bytes_of(node) + is_view(node))
+        if not is_cheap(node):
             flow.add_edge(_SOURCE, (node, 0), capacity=math.inf)
         for source in node.all_input_nodes:
             if source not in own:  # held whatever is decided here
@@ -88,9 +72,9 @@ def _made_again(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
     if _SOURCE not in flow or _SINK not in flow:
         return set()
     cost, (held_side, _) = nx.minimum_cut(flow, _SOURCE, _SINK)
-    if cost >= sum(map(_bytes, read)):
+    if cost >= sum(map(bytes_of, read)):
         return set()
-    return {node for node in nodes if (node, 0) not in held_side and _is_cheap(node)}
+    return {node for node in nodes if (node, 0) not in held_side and is_cheap(node)}
 
 
 class _Copying:
@@ -129,30 +113,8 @@ class _Copying:
         for node, last in self.made.items():
             if any(source in self.made and source not in views for source in node.all_input_nodes):
                 continue
-            if _is_view(node):
+            if is_view(node):
                 views.add(node)
             elif last is not None:
                 found[node] = last
         return found
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    target: Any = node.target
-    if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), Tensor):
-        return False
-    operator = operator_of(target)
-    if operator.is_random or operator.writes:
-        return False
-    is_pointwise = torch.Tag.pointwise in target.tags or target._opname in _LAYOUTS
-    return is_pointwise or _is_view(node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, OpOverload) and (operator_of(target).is_view or target._opname == "_unsafe_view")
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    parts = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(hint(part.numel()) * part.element_size() for part in parts if isinstance(part, Tensor))

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx
 
 from recollect._compile.copies import copy_cheap_values
+from recollect._compile.deferring import defer_readers
 from recollect._compile.ordering import keep_order
 from recollect._core.decisions import Decision
 from recollect._core.torch_private.partitioner import DECISION, REGION
@@ -74,6 +75,7 @@ def _arranging(cut: Any) -> Any:
         forward, backward = cut(*args, **options)
         if any(map(_is_recomputed, backward.graph.nodes)):
             copies = copy_cheap_values(backward)
+            defer_readers(backward)
             keep_order(backward, alone=not copies)
         return forward, backward
 

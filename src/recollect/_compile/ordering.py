@@ -23,8 +23,7 @@ from typing import Any
 from torch import fx
 from torch._C import DispatchKey
 
-from recollect._core.operators import operator_of
-from recollect._core.torch_private.schemas import OpOverload
+from recollect._compile.nodes import has_kernel
 
 _ALONE = "recollect_waits_alone"
 
@@ -105,11 +104,3 @@ def _lowering(lower: Any) -> Any:
 
 def _run(_waits_for: Any, subgraph: Any, *args: Any) -> Any:
     return subgraph(*args)
-
-
-def has_kernel(node: fx.Node) -> bool:
-    """Whether a node is a product, a convolution or attention: what nothing is fused into."""
-    target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return False
-    return operator_of(target).flops is not None or "attention" in target._opname  # torch counts not all of these

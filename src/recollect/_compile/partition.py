@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import fx
 
+from recollect._compile.deferring import defer_readers
 from recollect._compile.inductor import arrange_backward, find_copied_inputs
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
@@ -113,6 +114,7 @@ class Partitioner:
                 self._report(partition)
         if cuts_for_inductor is self and _decides(plan):
             arrange_backward()
+            defer_readers(backward)
             keep_order(backward)
         return forward, backward
 

@@ -32,6 +32,7 @@ _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts 
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take, if its result is written nowhere
 _BISECTIONS = 10
 _APART, _PRICES = 0.1, 11  # how far apart prices are that are tried in any case, and how many
+_FAILURES = 8  # in a row, after which nothing more is tried: the kernels of a block, about
 _STRIDES = (1, 2)  # through the valleys: of a transformer's every second one lies between two blocks
 _OF_MANY = 32  # times as large is what statistics are made of, at least
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
@@ -63,11 +64,14 @@ def find_keep_set(profile: Profile, budget_bytes: int | None) -> KeepSet:
     fused, gone = fuse(profile)
     calls = (replace(call, seconds=price(call, is_written=gone.isdisjoint(_made_by(call)))) for call in fused.calls)
     priced = replace(fused, calls=tuple(calls))
+    problem, simulator = Problem(priced), Simulator(priced)
+    (run,) = problem.runs_of("")
     best: KeepSet | None = None
-    for found in _list_keep_sets(priced, budget_bytes):
+    for found in _list_keep_sets(simulator, problem, run, budget_bytes):
         if best is None or _rank(found, budget_bytes) < _rank(best, budget_bytes):
             best = found
     assert best is not None
+    best = _keep_more(simulator, problem, run, best, budget_bytes)
     return replace(best, kept=best.kept - gone)
 
 
@@ -155,10 +159,8 @@ def _rank(found: KeepSet, budget_bytes: int | None) -> tuple[float, float]:
     return float(found.peak_bytes), found.recomputed_s
 
 
-def _list_keep_sets(profile: Profile, budget_bytes: int | None) -> Iterator[KeepSet]:
-    problem, simulator = Problem(profile), Simulator(profile)
-    (run,) = problem.runs_of("")
-    always = _find_always(profile)
+def _list_keep_sets(simulator: Simulator, problem: Problem, run: Run, budget_bytes: int | None) -> Iterator[KeepSet]:
+    always = _find_always(problem.profile)
     plain = _judge(simulator, problem, run.needs | always)
     yield plain
     ways = (find_valleys(problem, run), find_valleys(problem, run, across_skips=True))
@@ -199,6 +201,29 @@ def _mix(  # noqa: PLR0917
         found = _judge(simulator, problem, small.kept.union(more[:middle]))
         yield found
         low, high = (middle, high) if found.peak_bytes <= budget_bytes else (low, middle)
+
+
+def _keep_more(simulator: Simulator, problem: Problem, run: Run, found: KeepSet, budget_bytes: int | None) -> KeepSet:
+    """Keep also what products, convolutions and attention give, the last ones first, where there is room for it.
+
+    At one price for a byte a value goes, however short its life: logits, which are there again before the peak.
+    """
+    limit = found.peak_bytes if budget_bytes is None else max(found.peak_bytes, budget_bytes)
+    dropped = {
+        storage: call
+        for storage, (call, *_) in run.makes.items()
+        if storage not in found.kept and call in found.simulation.recomputed_calls and problem.profile.calls[call].flops
+    }
+    failures = 0
+    for storage in sorted(dropped, key=dropped.__getitem__, reverse=True):
+        more = _judge(simulator, problem, found.kept | {storage})
+        if more.peak_bytes <= limit and more.recomputed_s < found.recomputed_s:
+            found, failures = more, 0
+        else:
+            failures += 1
+        if failures == _FAILURES:
+            break
+    return found
 
 
 def _judge(simulator: Simulator, problem: Problem, kept: frozenset[int]) -> KeepSet:

@@ -1,0 +1,79 @@
+"""Lets a product that reads a recomputed value run after the next one, where one kernel can then make all they need.
+
+Backward of a linear layer is two products: the gradient of its weight reads the layer's input, that of its input does
+not. An input that is recomputed pointwise, such as an activation, is made from what the kernel after the second product
+reads anyway. One kernel makes both, unless the first product has to run before it. What the second product gives then
+takes the place of the recomputed value in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import fx
+
+from recollect._compile.nodes import bytes_of, count_numbers, has_kernel, is_cheap, is_view, late_nodes
+
+
+def defer_readers(backward: fx.GraphModule) -> int:
+    """Put products behind the next one where that saves a kernel; gives how many were moved."""
+    graph = backward.graph
+    late = late_nodes(graph)
+    nodes = list(graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    kernels = [place for place, node in enumerate(nodes) if has_kernel(node)]
+    moved: set[fx.Node] = set()
+    for first, second, end in zip(kernels, kernels[1:], [*kernels[2:], len(nodes)], strict=False):
+        product = nodes[first]
+        if product not in late or nodes[second] not in late or product in moved:
+            continue
+        made = [product]  # and what comes of it before the second
+        for node in nodes[first + 1 : second]:
+            if not set(node.all_input_nodes).isdisjoint(made):
+                made.append(node)
+        is_free = set(nodes[second].all_input_nodes).isdisjoint(made)
+        if is_free and _saves_kernel(product, nodes[second], nodes[second + 1 : end], late, places):
+            for node in reversed(made):
+                nodes[second].append(node)
+            moved |= {product, nodes[second]}
+    if moved:
+        graph.lint()
+        backward.recompile()
+    return len(moved) // 2
+
+
+def _saves_kernel(
+    first: fx.Node, second: fx.Node, after: Sequence[fx.Node], late: set[fx.Node], places: dict[fx.Node, int]
+) -> bool:
+    """Whether something that the first reads can be made by the kernel that reads what the second gives."""
+    for argument in first.all_input_nodes:
+        value = argument
+        while is_view(value):
+            value = value.all_input_nodes[0]
+        if value in late or not is_cheap(value) or bytes_of(second) > bytes_of(value):
+            continue
+        aliases = {value} | _reach(value, lambda node: filter(is_view, node.users))
+        if any(has_kernel(user) and places[user] < places[first] for alias in aliases for user in alias.users):
+            continue  # it is in memory already
+        sources, size = _sources(value), count_numbers(value)
+        of_that_size = (node for node in after if is_cheap(node) and count_numbers(node) == size)
+        if any(second in (read := _sources(node)) and not sources.isdisjoint(read) for node in of_that_size):
+            return True
+    return False
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """What lies in memory that a pointwise node, and those before it, are made of."""
+    reached = _reach(node, lambda one: one.all_input_nodes if is_cheap(one) else ())
+    return {one for one in reached if not is_cheap(one)}
+
+
+def _reach(start: fx.Node, follow: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """All nodes on the way from one, without it."""
+    found: set[fx.Node] = set()
+    waiting = [start]
+    while waiting:
+        new = [node for node in follow(waiting.pop()) if node not in found]
+        found.update(new)
+        waiting += new
+    return found
