@@ -107,7 +107,7 @@ class Following(FunctionMode):
         """Make the call and follow the program."""
         if self.why_broken is not None or self.is_paused or current_run() is not self._run:
             result = func(*args, **kwargs) if kwargs else func(*args)
-            if func in CHOOSING and self._notes_choices and current_run() is self._run and not self.is_paused:
+            if self._notes_choices and func in CHOOSING and current_run() is self._run and not self.is_paused:
                 self._note_choice(result)
             return result
         if func is ATTENTION:
@@ -118,13 +118,13 @@ class Following(FunctionMode):
         except IndexError:
             call = _END
         if call.draws and call.func == func:
-            self._note_draw(index, args, kwargs)
+            self._note_draw(index, call)
         self._is_calling = True
         result = func(*args, **kwargs) if kwargs else func(*args)
         self._is_calling = False
         if type(result) in _VALUES:
             return result  # it asked for a shape, a dtype or the like
-        if func in CHOOSING and self._notes_choices:
+        if self._notes_choices and func in CHOOSING:
             self._note_choice(result)
         is_alike = type(result) is self._result and call.shapes == result.shape and call.dtype is result.dtype
         if is_alike and call.is_usual and call.func is func:
@@ -166,8 +166,9 @@ class Following(FunctionMode):
             if call.is_general or len(args) != call.size:
                 self._bind_general(index, call, args, kwargs)
             else:
+                given = call.line_up(args, kwargs)
                 for place, number in call.tensors:
-                    value = args[place]
+                    value = given[place]
                     known = refs[number]
                     if known is None:
                         self._bind_outside(number, value)
@@ -177,8 +178,8 @@ class Following(FunctionMode):
                         self.why_broken = _OTHER_WAYS
                 if call.is_recorded and (call.others or kwargs):
                     bound.arguments[index] = self._rest(call, args, kwargs)
-                if call.needs_grad is not None:
-                    self._check_grad(call, [args[place] for place, _ in call.tensors])
+                if call.needs_grad is not None and self.why_broken is None:
+                    self._check_grad(call, [given[place] for place, _ in call.tensors])
         if call.scratch or call.is_overwritten:
             self._check_memory(call, args, kwargs, result)
         if call.is_identity:
@@ -199,7 +200,7 @@ class Following(FunctionMode):
         if self._pending:
             self._check_pending()
         if call.draws:
-            self._draws.end(args, kwargs)
+            self._draws.end(call.sources)
         return result
 
     def _is_as_planned(self, call: Call, func: Any, result: Any) -> bool:
@@ -220,7 +221,8 @@ class Following(FunctionMode):
         """The arguments that are not tensors."""
         try:
             others = [fixed(args[place]) for place in call.others]
-            return others, {name: fixed(value) for name, value in kwargs.items()} if kwargs else {}
+            named = kwargs.items() if kwargs else ()
+            return others, {name: fixed(value) for name, value in named if name not in call.names}
         except Unfixed:  # a tensor where there was none, or something that may change
             self.why_broken = _OTHER_WAYS
             return None
@@ -230,7 +232,7 @@ class Following(FunctionMode):
             self.why_broken = _OTHER_WAYS
 
     def _bind_general(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """The same for calls with tensors in lists or keywords."""
+        """The same for calls with tensors in lists."""
         if not call.is_general:
             self.why_broken = _OTHER_CALLS
             return
@@ -396,8 +398,8 @@ class Following(FunctionMode):
             self.bound.held[cast.number], self.bound.versions[cast.number] = tensor.view(cast.shape), version
         self._casts.clear()
 
-    def _note_draw(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        now, is_known = self._draws.begin(args, kwargs)
+    def _note_draw(self, index: int, call: Call) -> None:
+        now, is_known = self._draws.begin(call.sources)
         self.bound.states[index] = now
         if now is None:
             self.why_broken = "a CUDA graph is being captured"

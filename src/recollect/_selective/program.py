@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.operators import tensors_in
+from recollect._recompute.rng import Source as Generator
 from recollect._selective.kept_call import Hooks
 
 NOWHERE = -1
@@ -91,15 +92,18 @@ class Call:
         outs: the numbers of its results.
         kept: which of its results are held, by place.
         views: which of its results are views of other numbers, by place.
-        tensors: position and number of each tensor among its arguments, if all of them stand there on their own.
+        tensors: position and number of each tensor among its arguments, if all of them stand there on their own; those
+            that are given by name follow the positional ones.
+        names: by which they are given, in order.
         others: positions of its other arguments.
         size: how many positional arguments it has.
         links: numbers of all its tensors, in order, those in lists and keywords included; of a kept call that casts,
             `NOWHERE` for those that replay never needs.
         is_recorded: whether replay can need it.
         is_checked: whether its tensors must be those of the program: all that are recorded or cast, and most that view.
-        is_general: whether tensors are in lists or keywords.
+        is_general: whether tensors are in lists.
         draws: whether it draws random numbers.
+        sources: the generators that it draws from.
         needs_grad: for a call with saved tensors or casts of its own inside: which of its tensors must require grad.
         is_identity: whether a result is one of its own arguments.
         is_base: whether the one tensor it gives has views with numbers of their own.
@@ -116,36 +120,22 @@ class Call:
     """
 
     __slots__ = (
-        *(
-            "draws",
-            "dtype",
-            "flags",
-            "func",
-            "is_base",
-            "is_checked",
-            "is_general",
-            "is_identity",
-            "is_overwritten",
-            "is_recorded",
-            "is_simple",
-            "is_single",
-            "is_usual",
-            "kept",
-            "links",
-            "needs_grad",
-        ),
-        *("bump", "number", "others", "outs", "place", "scratch", "shapes", "size", "tensors", "view", "views"),
-        "written",
+        *("bump", "draws", "dtype", "flags", "func", "is_base", "is_checked", "is_general", "is_identity"),
+        *("is_overwritten", "is_recorded", "is_simple", "is_single", "is_usual", "kept", "links", "names"),
+        *("needs_grad", "number", "others", "outs", "place", "scratch", "shapes", "size", "sources", "tensors"),
+        *("view", "views", "written"),
     )
 
     def __init__(self, func: Any, shapes: Any, *, is_single: bool, draws: bool) -> None:
         self.func, self.shapes, self.is_single, self.draws = func, shapes, is_single, draws
         self.dtype: Any = None
+        self.sources: list[Generator] = []
         self.place = ""
         self.outs: list[int] = []
         self.kept: frozenset[int] = frozenset()
         self.views: dict[int, View] | None = None
         self.tensors: tuple[tuple[int, int], ...] = ()
+        self.names: tuple[str, ...] = ()
         self.others: tuple[int, ...] = ()
         self.links: tuple[int, ...] = ()
         self.size = 0
@@ -159,11 +149,15 @@ class Call:
         self.flags: tuple[bool, ...] = ()
         self.is_overwritten = False
 
+    def line_up(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
+        """The arguments as `tensors` counts them."""
+        return (*args, *[(kwargs or {}).get(name) for name in self.names]) if self.names else args
+
     def settle(self) -> None:
         """All is known: see whether it is a simple one."""
         is_bare = (
             self.is_single
-            and not (self.draws or self.is_general or self.kept)
+            and not (self.draws or self.is_general or self.names or self.kept)
             and self.needs_grad is None
             and not (self.is_identity or self.scratch or self.is_overwritten)
             and self.written == NOWHERE
@@ -272,7 +266,7 @@ class Program:
         uses: for each number, how often it is asked for until every saved tensor is served.
         bases: the numbers that others are views of.
         draws: whether one of the calls does.
-        inner: for each call with inner saved tensors, the indices in `sources`.
+        inner: for each call with inner saved tensors: which of those it saves, and their indices in `sources`.
         held_casts: by index in `sources`: held saved tensors that stand for the values that they are casts of.
         sent: the numbers of kept values that live elsewhere between forward and backward.
         scratch: the numbers of which no call needs the values.
@@ -293,7 +287,7 @@ class Program:
         self.views: list[View | None] = []
         self.inputs: dict[int, int] = {}
         self.uses: list[int] = []
-        self.inner: dict[int, list[int]] = {}
+        self.inner: dict[int, dict[int, int]] = {}
         self.held_casts: dict[int, HeldCast] = {}
         self.scratch: frozenset[int] = frozenset()
         self.sent: frozenset[int] = frozenset()

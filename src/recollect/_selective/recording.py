@@ -149,6 +149,7 @@ class Recording(FunctionMode):
             raise
         finally:
             self.current = outer
+        entry.states = [(source, state) for source, state in entry.states if not source.same(state, source.read())]
         bumps = ((tensor, version_of(tensor) - version) for tensor, version in zip(given, versions, strict=True))
         written = [(tensor, bump) for tensor, bump in bumps if bump]
         self._record(entry, args, kwargs, result, written)

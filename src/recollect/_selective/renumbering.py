@@ -79,7 +79,7 @@ class Renumbering:
         for place, source in enumerate(raw.sources):
             renumbered = self._source(source)
             if isinstance(source, Inner):
-                program.inner.setdefault(source.call, []).append(place)
+                program.inner.setdefault(source.call, {})[source.place] = place
             program.sources.append(renumbered)
             if isinstance(renumbered, View):
                 bases.add(renumbered.number)
@@ -113,6 +113,7 @@ class Renumbering:
         shapes = results[0].shape if entry.is_single else [(tensor.shape, tensor.dtype) for tensor in results]
         call = Call(entry.func, shapes, is_single=entry.is_single, draws=draws)
         call.dtype, call.place = results[0].dtype, entry.place
+        call.sources = [source for source, _ in entry.states]
         call.outs = [new.get(number, NOWHERE) for number in entry.outs]
         views = {place: self._view(self._raw.views[number]) for place, number in enumerate(entry.outs) if number in new}
         call.views = {place: view for place, view in views.items() if view is not None} or None
@@ -130,11 +131,11 @@ class Renumbering:
             assert knows_all or is_casting
             call.links = tuple(new.get(number, NOWHERE) for number in entry.links)
             call.size = len(entry.args)
-            call.is_general = any(isinstance(value, (Link, Listed)) for value in entry.kwargs.values()) or any(
-                isinstance(value, Listed) for value in entry.args
-            )
+            values = (*entry.args, *entry.kwargs.values())
+            call.is_general = any(isinstance(value, Listed) for value in values)
             if not call.is_general:
-                places = enumerate(entry.args)
+                call.names = tuple(name for name, value in entry.kwargs.items() if isinstance(value, Link))
+                places = enumerate((*entry.args, *(entry.kwargs[name] for name in call.names)))
                 links = [(place, new.get(value)) for place, value in places if isinstance(value, Link)]
                 call.tensors = tuple((place, number) for place, number in links if number is not None)
                 call.others = tuple(p for p, value in enumerate(entry.args) if not isinstance(value, Link))
@@ -144,7 +145,10 @@ class Renumbering:
         if call.is_general:
             args = [self._renumber(value) for value in entry.args]
             return args, {name: self._renumber(value) for name, value in entry.kwargs.items()}
-        return ([entry.args[place] for place in call.others], entry.kwargs) if call.others or entry.kwargs else None
+        if not call.others and not entry.kwargs:
+            return None
+        others = [entry.args[place] for place in call.others]
+        return others, {name: value for name, value in entry.kwargs.items() if name not in call.names}
 
     def _renumber(self, value: Any) -> Any:
         if isinstance(value, Link):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -220,7 +221,7 @@ class Replay:
         for place, number in call.tensors:
             is_shared = number == call.written and call.needs_grad is None and self._uses[number] > 0
             if is_shared or number in call.scratch:
-                args[place] = args[place].clone()
+                _change(call, args, kwargs, place, Tensor.clone)
 
     def _arguments(self, index: int, call: Call) -> tuple[list[Any], dict[str, Any]]:
         found = self._bound.arguments[index]
@@ -230,11 +231,13 @@ class Replay:
         if call.is_general:
             args = [self._argument(value) for value in stored]
             return args, {name: self._argument(value) for name, value in kwargs.items()}
-        args = [None] * call.size
+        args = [None] * (call.size + len(call.names))
         for place, number in call.tensors:
             args[place] = self._value(number)
         for place, value in zip(call.others, stored, strict=True):
             args[place] = value
+        if call.names:
+            return args[: call.size], {**kwargs, **dict(zip(call.names, args[call.size :], strict=True))}
         return args, kwargs
 
     def _argument(self, value: Any) -> Any:
@@ -247,12 +250,15 @@ class Replay:
     def _call_watched(self, index: int, call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call whose inner saved tensors are needed: with a graph, as in forward, and hooks that take them."""
         assert call.needs_grad is not None
-        sources = self._program.sources
-        wanted = {source.place: i for i in self._program.inner[index] if type(source := sources[i]) is Inner}
-        flags = iter(call.needs_grad)
+        wanted = self._program.inner[index]
         made: dict[int, Tensor] = {}  # one for each tensor: a function may ask whether two arguments are one
-        args = [_tracked(value, flags, made) for value in args]
-        kwargs = {name: _tracked(value, flags, made) for name, value in kwargs.items()}
+        if call.is_general:
+            flags = iter(call.needs_grad)
+            args = [_tracked(value, flags, made) for value in args]
+            kwargs = {name: _tracked(value, flags, made) for name, value in kwargs.items()}
+        else:
+            for (place, _), needs_grad in zip(call.tensors, call.needs_grad, strict=True):
+                _change(call, args, kwargs, place, partial(_track, made=made, needs_grad=needs_grad))
         count = -1
 
         def collect(tensor: Tensor) -> Tensor:
@@ -270,7 +276,7 @@ class Replay:
         try:
             for place, number in call.tensors if call.written != NOWHERE else ():
                 if number == call.written:
-                    args[place] = args[place].clone()  # a leaf cannot be overwritten
+                    _change(call, args, kwargs, place, Tensor.clone)  # a leaf cannot be overwritten
             return call.func(*args, **kwargs)
         finally:
             set_grad_enabled(False)
@@ -294,13 +300,30 @@ def replay_here() -> tuple[str, str] | None:
     return replay._region, "" if call is None else call.place.rpartition(", ")[2]  # noqa: SLF001
 
 
+def _change(
+    call: Call, args: list[Any], kwargs: dict[str, Any], place: int, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Change one of the tensors among a call's arguments, by its place."""
+    if place < call.size:
+        args[place] = change(args[place])
+    else:
+        name = call.names[place - call.size]
+        kwargs[name] = change(kwargs[name])
+
+
+def _track(tensor: Tensor, made: dict[int, Tensor], *, needs_grad: bool) -> Tensor:
+    """A tensor for a call that is watched, the same for each time it is an argument; parameters are as they are."""
+    found = made.get(id(tensor))
+    if found is None:
+        is_ready = not needs_grad or (tensor.requires_grad and tensor.is_leaf)
+        found = made[id(tensor)] = tensor if is_ready else tensor.detach().requires_grad_()
+    return found
+
+
 def _tracked(value: Any, flags: Iterator[bool], made: dict[int, Tensor]) -> Any:
     """An argument whose tensors require grad where these flags say so."""
     if isinstance(value, Tensor):
-        needs_grad = next(flags)
-        if id(value) not in made:
-            made[id(value)] = value.detach().requires_grad_() if needs_grad else value
-        return made[id(value)]
+        return _track(value, made, needs_grad=next(flags))
     if isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
         return Listed(type(value), []).make([_tracked(item, flags, made) for item in value])
     return value
