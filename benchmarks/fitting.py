@@ -34,11 +34,14 @@ ALLOWED_STEPS, ALLOWED_S = 30, 10
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What a fit must leave as it was: parameters and buffers, and the generator; no gradients, no optimizer state."""
+    """What a fit must leave as it was: parameters and buffers, and the generator; no gradients, no optimizer state.
+
+    On the host: on the device it would count, as all does that the process has there.
+    """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [tensor.clone() for tensor in (*model.state_dict().values(), torch.get_rng_state(), *gradients)] + [
-        torch.tensor(len(optimizer.state))
-    ]
+    return [
+        tensor.to("cpu", copy=True) for tensor in (*model.state_dict().values(), torch.get_rng_state(), *gradients)
+    ] + [torch.tensor(len(optimizer.state))]
 
 
 def structure_of(model: nn.Module) -> list[Any]:
@@ -60,7 +63,7 @@ def gradients_of(model: nn.Module, step: Callable[[], None]) -> dict[str, Tensor
         step()
     finally:
         torch.use_deterministic_algorithms(mode=False)
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    found = {name: one.grad.cpu() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 

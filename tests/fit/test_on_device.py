@@ -72,6 +72,21 @@ def test_a_fitted_model_stays_within_its_budget_on_the_device() -> None:
         assert fitted.plan.forecast is not None
 
 
+def test_other_tensors_on_the_device_count() -> None:
+    """An average of the weights, a teacher: the budget is for all that the process has there."""
+    model, tokens = make(words=256, batch=16)
+    here = tokens.cuda()
+    run(model, here)
+    _, grads, peak = run(model, here)
+    del grads
+    other = torch.empty(peak // 10, dtype=torch.uint8, device="cuda")
+    with recollect.fit(model, (tokens, tokens), loss=lose, budget=peak):
+        for _ in range(4):
+            found = run(model, here)
+        assert found[2] <= peak
+    del other
+
+
 def test_a_chunked_loss_takes_less_of_the_device_and_gives_the_same_up_to_rounding() -> None:
     model, tokens = make()
     here = tokens.cuda()

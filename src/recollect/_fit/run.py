@@ -21,7 +21,8 @@ from recollect._fit.gradients import GradientNorms
 from recollect._fit.shapes import Seen
 from recollect._inspect.calling import is_lightning
 from recollect._inspect.oom.error import read_shortage
-from recollect._inspect.profile import profile_step
+from recollect._inspect.profile import measure_step, profile_step
+from recollect._inspect.surroundings import device_of
 from recollect._selective.knowledge import Learned
 
 _log = logging.getLogger("recollect")
@@ -120,19 +121,41 @@ class Runner:
         """
         gc.collect()
         known = self._stepping
+        is_on_cuda = device_of([self._model], (self._call.args, self._call.kwargs)).type == "cuda"
         try:
             with as_written(self._model) if hides_memory(self._model) else nullcontext():
-                seen = self._profile(self._optimizer if known is None else None, learned=learned)
+                if known is not None and is_on_cuda:
+                    return self._measure_by_allocator(known, learned)
+                return self._measure_by_profile(known, learned)
         except (RuntimeError, MemoryError) as error:
             if read_shortage(error) is None:
                 raise
             torch.cuda.empty_cache()
             return None, None
+
+    def _measure_by_allocator(self, known: _Stepping, learned: Learned | None) -> tuple[int, float | None]:
+        call = self._call
+        with self._with_gradients():
+            found = measure_step(
+                call.function,
+                call.args,
+                dict(call.kwargs),
+                model=self._model,
+                loss=call.loss,
+                optimizer=self._optimizer,
+                progress=self._progress,
+                learned=learned,
+            )
+        missing_bytes = max(0, known.state_bytes - found.state_bytes)
+        peak = max(found.peak_bytes + missing_bytes, known.peak_bytes)
+        return peak, None if found.step_s is None else found.step_s + known.seconds
+
+    def _measure_by_profile(self, known: _Stepping | None, learned: Learned | None) -> tuple[int, float | None]:
+        seen = self._profile(self._optimizer if known is None else None, learned=learned)
         own = _read_stepping(seen)
         more = _Stepping() if known is None or own.peak_bytes else known
         missing_bytes = max(0, more.state_bytes - own.state_bytes)
-        allocated = (entry.peak_bytes for entry in seen.allocators[:1])
-        peak = max([seen.peak_bytes + missing_bytes, more.peak_bytes, *allocated])
+        peak = max(seen.peak_bytes + missing_bytes, more.peak_bytes)
         return peak, None if seen.step_s is None else seen.step_s + more.seconds
 
     def measure_gradients(self) -> dict[str, float] | None:
@@ -158,7 +181,7 @@ class Runner:
         learned: Learned | None = None,
     ) -> Profile:
         call = self._call
-        with _gradients_present(self._model) if self._has_gradients else nullcontext():
+        with self._with_gradients():
             seen = profile_step(
                 call.function,
                 call.args,
@@ -174,6 +197,9 @@ class Runner:
                 learned=learned,
             )
         return seen if call.function is self._model else keep_within(seen, self._model)
+
+    def _with_gradients(self) -> AbstractContextManager[None]:
+        return _gradients_present(self._model) if self._has_gradients else nullcontext()
 
 
 def _read_stepping(profile: Profile) -> _Stepping:

@@ -6,7 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Never
+from dataclasses import dataclass
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from recollect._core.profiles import Profile
 from recollect._core.reachable import find_reachable, find_roots
 from recollect._core.spelling import options_of, refuse_unknown
 from recollect._inspect.calling import doubt_packed, find_call
-from recollect._inspect.step import StepProfiler
+from recollect._inspect.step import Figures, StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
 from recollect._profile.snapshot import optimizers_in
@@ -144,53 +145,115 @@ def profile_step(  # noqa: PLR0913 (as above)
     runs once more, unwatched. What regions learn in a real step is written to `learned`, for a caller who keeps it.
     Where a model fails, its error is noted with `doubt`, a sentence on what may be wrong with the call.
     """
-    values = [*inputs, *given.values()]
     _check(step_or_model, inputs, loss, optimizer)
     _check_options(dry=dry, device=device, dtype=dtype, name=name, timed=timed, progress=progress)
-    outermost = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
-    if isinstance(step_or_model, nn.Module):
-        modules = [step_or_model]
-    else:
-        modules = _put_first(model, find_roots(step_or_model, values))
-        outermost = [*find_reachable(torch.optim.Optimizer, step_or_model, values), *outermost]
-    optimizers = list(dict.fromkeys(one for outer in outermost for one in optimizers_in(outer)))
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizers_in(optimizer)[-1]
+    asked = _Asked.of(step_or_model, inputs, given, model, optimizer)
     called = find_call(step_or_model, inputs, loss, doubt)
     make = functools.partial(
-        StepProfiler,
-        modules,
-        name=name or name_of(step_or_model),
-        optimizer=optimizer,
-        progress=progress,
+        StepProfiler, asked.modules, asked.optimizers, name=name or name_of(step_or_model), progress=progress
     )
-    _check_lazy(modules)
-    here = device_of(modules, values)
-    if here.type == "meta" and (not dry or device is None):
+    _check_lazy(asked.modules)
+    if asked.device.type == "meta" and (not dry or device is None):
         dry_only = "only a dry profile is possible: pass dry=True"
         what = "pass the device to estimate for, as in device='H100'" if dry else dry_only
         message = f"{name_of(step_or_model)} is on the meta device, where tensors have no values: {what}"
         raise ValueError(message)
     if not dry:
         with learning_apart(learned):
-            profiler = make(optimizers, inputs=values)
+            profiler = make(optimizer=asked.optimizer, inputs=asked.values)
             run = called.bind(profiler, inputs, given)
-            counters: list[object] = []
-            for kind in _COUNTERS:
-                counters += find_reachable(kind, step_or_model, values)
-            is_model = isinstance(step_or_model, nn.Module)
-            return profiler.take(run, is_timed=timed, is_cleared=is_model, counters=counters, once_more=once_more)
+            return profiler.take(
+                run, is_timed=timed, is_cleared=asked.is_model, counters=asked.counters, once_more=once_more
+            )
     from recollect._profile.dry.roofline import find_device
     from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
 
-    asked = find_device(here if device is None else device)
+    target = find_device(asked.device if device is None else device)
     with (
         learning_apart(),
-        dry_step(modules, (inputs, given), device=asked, dtype=dtype, optimizers=optimizers) as fakes,
+        dry_step(asked.modules, (inputs, given), device=target, dtype=dtype, optimizers=asked.optimizers) as fakes,
     ):
         inputs, given = fakes.values
-        profiler = make(optimizers, inputs=(inputs, given), dry=fakes)
+        profiler = make(optimizer=asked.optimizer, inputs=(inputs, given), dry=fakes)
         return profiler.take(called.bind(profiler, inputs, given))
+
+
+def measure_step(
+    step_or_model: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    given: dict[str, Any],
+    *,
+    model: nn.Module | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+    learned: Learned | None = None,
+) -> Figures:
+    """What a step takes on a CUDA device once it has settled: for whoever knows from a profile what it does.
+
+    The arguments are those of `profile_step`; the optimizer's state counts if it is there.
+    """
+    asked = _Asked.of(step_or_model, inputs, given, model, optimizer)
+    called = find_call(step_or_model, inputs, loss)
+    with learning_apart(learned):
+        profiler = StepProfiler(asked.modules, asked.optimizers, inputs=asked.values, progress=progress)
+        run = called.bind(profiler, inputs, given)
+        return profiler.measure(run, is_cleared=asked.is_model, counters=asked.counters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is profiled, and what it works with.
+
+    Attributes:
+        modules: the outermost ones, the user's model first.
+        optimizers: those that step.
+        optimizer: the one whose state is counted, if the caller named one.
+        values: the arguments.
+        counters: see `StepProfiler.take`.
+        is_model: whether the step is one call of a model.
+    """
+
+    modules: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+    values: list[Any]
+    counters: list[object]
+    is_model: bool
+
+    @classmethod
+    def of(
+        cls,
+        step_or_model: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        given: dict[str, Any],
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
+    ) -> Self:
+        """Find all of it."""
+        values = [*inputs, *given.values()]
+        outermost = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
+        if isinstance(step_or_model, nn.Module):
+            modules = [step_or_model]
+        else:
+            modules = _put_first(model, find_roots(step_or_model, values))
+            outermost = [*find_reachable(torch.optim.Optimizer, step_or_model, values), *outermost]
+        counters: list[object] = []
+        for kind in _COUNTERS:
+            counters += find_reachable(kind, step_or_model, values)
+        return cls(
+            modules=modules,
+            optimizers=list(dict.fromkeys(one for outer in outermost for one in optimizers_in(outer))),
+            optimizer=optimizers_in(optimizer)[-1] if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
+            values=values,
+            counters=counters,
+            is_model=isinstance(step_or_model, nn.Module),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return device_of(self.modules, self.values)
 
 
 def _check(step_or_model: object, inputs: tuple[object, ...], loss: object, optimizer: object) -> None:

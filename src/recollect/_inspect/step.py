@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,7 +31,7 @@ from recollect._inspect.surroundings import describe_device, device_of, list_gen
 from recollect._profile.allocations import meter_on
 from recollect._profile.assemble import Known, assemble
 from recollect._profile.capture import Capture
-from recollect._profile.snapshot import Snapshot
+from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.timing import NoTimer, Span, timer_for
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
@@ -47,6 +47,21 @@ if TYPE_CHECKING:
 
 _REHEARSALS = 2  # after a first step, which is watched; regions under policies replay from the fourth call on at latest
 _CUDA_ROUNDING = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a step on a device took, by its allocator and by the clock.
+
+    Attributes:
+        peak_bytes: the most that was in use.
+        step_s: how long it took, without optimizers; None if it could not be run again.
+        state_bytes: of optimizers, which was there throughout.
+    """
+
+    peak_bytes: int
+    step_s: float | None
+    state_bytes: int
 
 
 class StepProfiler:
@@ -140,15 +155,11 @@ class StepProfiler:
             counters: what else knows how many steps there were: schedulers of learning rates, scalers of losses.
             once_more: in which a step that could be timed runs once more.
         """
-        self._is_cleared = is_cleared and self._restores
-        if self._restores:
-            for counter in counters:
-                self._snapshot.note_object(counter)
+        self._prepare(is_cleared=is_cleared, counters=counters)
         with self._opened():
             self._watch(step)
             if all_knowledge():
-                for _ in range(_REHEARSALS):
-                    self._run_again(step)
+                self._rehearse(step)
                 self._rewind()
                 self._begin()
                 self._watch(step)
@@ -161,6 +172,43 @@ class StepProfiler:
             if fills_cache(self.profile) and (is_timed or not self._restores):
                 self.profile = replace(self.profile, under_regions=self._take_uncached(step))
         return self.profile
+
+    def measure(
+        self, step: Callable[[], object], *, is_cleared: bool = False, counters: Iterable[object] = ()
+    ) -> Figures:
+        """What a step takes when it has run some times, where a device's allocator tells: a profile takes longer.
+
+        Optimizers do not step. The first run is watched, for what it writes and is to be put back.
+
+        Args:
+            step: as in `take`.
+            is_cleared: as in `take`.
+            counters: as in `take`.
+        """
+        self._prepare(is_cleared=is_cleared, counters=counters)
+        with self._opened():
+            self._watch(step)
+            if all_knowledge():
+                self._rehearse(step)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._run_again(step)
+            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            plain = self._time(step)
+            states = (tensor.nbytes for one in self._optimizers for tensor in tensors_of_optimizer(one))
+            return Figures(
+                peak_bytes=peak_bytes, step_s=None if plain is None else plain.body.wall_s, state_bytes=sum(states)
+            )
+
+    def _prepare(self, *, is_cleared: bool, counters: Iterable[object]) -> None:
+        self._is_cleared = is_cleared and self._restores
+        if self._restores:
+            for counter in counters:
+                self._snapshot.note_object(counter)
+
+    def _rehearse(self, step: Callable[[], object]) -> None:
+        """Run it until regions under policies know their ways."""
+        for _ in range(_REHEARSALS):
+            self._run_again(step)
 
     def _run_again(self, step: Callable[[], object]) -> None:
         """Run a step unwatched, which begins as the first one did."""
