@@ -1,6 +1,8 @@
 """Generators are read once per boundary, restored only where a region drew, and put back afterwards."""
 
 import random
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,11 @@ from torch import Tensor
 import recollect
 from recollect import compat
 from recollect._core.pytree import Arguments
+from recollect._core.torch_private import generators
 from recollect._recompute import rng
-from tests.watching import Counted, backward
+from recollect._recompute.host_rng import TorchSource
+from tests.naming import name_of
+from tests.watching import Counted, Operators, backward
 
 
 @pytest.fixture
@@ -36,26 +41,85 @@ class Traffic:
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     counts = Traffic()
-    read_cpu, write = rng._read_cpu, rng._StateSource.write
+    read_whole = TorchSource._read_whole
 
-    def counted_read() -> Tensor:
+    def counted_read(self: TorchSource) -> Tensor:
         counts.cpu_reads += 1
-        return read_cpu()
+        return read_whole(self)
 
-    def counted_write(self: Any, state: Tensor) -> None:
-        counts.writes += 1
-        write(self, state)
+    def count_writes(kind: Any) -> None:
+        write = kind.write
 
-    monkeypatch.setattr(rng, "_read_cpu", counted_read)
-    monkeypatch.setattr(rng._StateSource, "write", counted_write)
+        def counted_write(self: Any, state: Tensor) -> None:
+            counts.writes += 1
+            write(self, state)
+
+        monkeypatch.setattr(kind, "write", counted_write)
+
+    monkeypatch.setattr(TorchSource, "_read_whole", counted_read)
+    count_writes(TorchSource)
+    count_writes(rng._StateSource)
     return counts
 
 
 def test_each_boundary_reads_the_cpu_generator_once(traffic: Traffic, x: Tensor) -> None:
+    torch.manual_seed(int(time.time()))  # a state that nobody has read
     loss = recollect.checkpoint(noisy)(x).sum()
     assert traffic.cpu_reads == 2
     backward(loss)
     assert traffic.cpu_reads == 2
+
+
+def test_a_cpu_generator_that_stands_still_is_not_read_again(traffic: Traffic, x: Tensor) -> None:
+    backward(recollect.checkpoint(torch.sin)(x).sum())
+    traffic.cpu_reads = 0
+    for _ in range(3):
+        backward(recollect.checkpoint(torch.sin)(x).sum())
+    assert traffic.cpu_reads == 0
+
+
+def draw_gaussian(_: Tensor) -> Tensor:
+    return torch.randn(1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, torch.dropout, draw_gaussian], ids=name_of)
+def test_every_way_of_drawing_is_noticed(
+    draw: Callable[..., Tensor], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a second Gaussian, which waits beside the words and does not move them."""
+    if not is_known:
+        monkeypatch.setattr(rng._CPU, "_is_known", False)
+        monkeypatch.setattr(rng._CPU, "_last", None)
+    arguments = (0.5, True) if draw is torch.dropout else ()
+    for _ in range(4):
+        drawn: list[Tensor] = []
+
+        def fn(x: Tensor, drawn: list[Tensor] = drawn) -> Tensor:
+            drawn.append(draw(x, *arguments).detach())
+            return x.exp().sin()
+
+        loss = recollect.checkpoint(fn)(torch.ones(3, requires_grad=True)).sum()
+        stands = torch.get_rng_state()
+        backward(loss)
+        assert torch.equal(drawn[0], drawn[1])
+        assert torch.equal(torch.get_rng_state(), stands)
+
+
+def test_the_memory_of_torchs_generator_is_found_without_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng._CPU, "_is_known", None)
+    monkeypatch.setattr(rng._CPU, "_last", None)
+    with Operators() as seen:
+        rng._CPU.read()
+    assert not seen.all
+    assert rng._CPU._is_known is (sys.platform == "linux")
+
+
+def test_memory_that_does_not_show_every_state_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    size_of, own = generators._bytes_at, torch.default_generator
+    assert generators.find_memory(own) is not None
+    monkeypatch.setattr(generators, "_bytes_at", lambda address: size_of(address) - 64)  # without the Gaussians
+    assert generators.find_memory(own) is None
 
 
 def test_a_region_that_drew_nothing_restores_nothing(traffic: Traffic, x: Tensor) -> None:
@@ -340,6 +404,6 @@ def test_regions_that_begin_with_equal_states_store_them_once() -> None:
     later = rng.RngState(frozenset({"torch"}), Arguments((), {}))
     torch.rand(1)
     states.append(later.settle("r"))
-    first, second, third = (state._cpu for state in states if state is not None)
+    first, second, third = (state.entries[0][1] for state in states if state is not None)
     assert first is second
     assert third is not first

@@ -16,9 +16,9 @@ from recollect._recompute.rng import (
     Source,
     accelerator,
     accelerator_started,
-    source_of_cpu,
+    host_sources,
+    parse_preserve,
     source_of_device,
-    sources_by_request,
 )
 
 _NEVER = 10**9
@@ -70,7 +70,7 @@ def describe_device(device: torch.device) -> str:
 
 def list_generators() -> list[Source]:
     """All random generators that a step may draw from without being given one."""
-    sources = [source_of_cpu(), *sources_by_request(frozenset({"python", "numpy"}))]
+    sources = [*host_sources(parse_preserve(True))]  # noqa: FBT003
     found = accelerator()
     if found is not None and accelerator_started():
         devices = [torch.device(found[0], index) for index in range(torch.accelerator.device_count())]

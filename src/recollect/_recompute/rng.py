@@ -2,8 +2,7 @@
 
 At entry each generator is read once; at exit it is read again, and those that did not move are dropped: a region that
 drew nothing restores nothing. Philox generators (CUDA and its kin) are read as seed and offset, which stay on the
-host: no device synchronisation. The CPU generator's 5 KB state is read whole, because it has no offset (0.7 µs).
-Python's and NumPy's are in `host_rng.py`.
+host: no device synchronisation. Those of the host have no offset: see `host_rng.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch import Tensor
 from recollect._core.patterns import hint_nearest, quote_all
 from recollect._core.pytree import Arguments
 from recollect._recompute.graph_rng import enter_capture
-from recollect._recompute.host_rng import NumpySource, PythonSource, memcmp
+from recollect._recompute.host_rng import NumpySource, PythonSource, TorchSource, is_same_memory
 
 _NAMES = frozenset({"torch", "python", "numpy"})
 
@@ -37,7 +35,7 @@ class Source(Protocol):
 
 
 class _StateSource:
-    """A generator that can only be read whole: the CPU's, and those of devices without seed and offset."""
+    """A generator that can only be read whole: a user's own on the CPU, and those of devices without an offset."""
 
     __slots__ = ("_generator",)
 
@@ -51,8 +49,7 @@ class _StateSource:
         self._generator.set_state(state)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        # Not torch.equal: a mode around the region must not see an operator of ours.
-        return not memcmp(one.data_ptr(), other.data_ptr(), one.numel())
+        return is_same_memory(one, other)
 
 
 class _PhiloxSource:
@@ -98,23 +95,23 @@ class _DeviceSource:
     same = _StateSource.same
 
 
-_CPU = _StateSource(torch.default_generator)
-_PYTHON, _NUMPY = PythonSource(), NumpySource()
+_CPU, _PYTHON, _NUMPY = TorchSource(), PythonSource(), NumpySource()
 
 
-def sources_by_request(kinds: frozenset[str]) -> list[Source]:
-    """Generators other than torch's that a caller asked to preserve."""
-    sources: list[Source] = [_PYTHON] if "python" in kinds else []
-    return [*sources, _NUMPY] if "numpy" in kinds and "numpy" in sys.modules else sources
+def host_sources(kinds: frozenset[str]) -> tuple[Source, ...]:
+    """The generators of the host that have these names; NumPy's only if it was imported."""
+    return _sources_named(kinds, "numpy" in sys.modules)
+
+
+@functools.lru_cache(maxsize=64)
+def _sources_named(kinds: frozenset[str], has_numpy: bool) -> tuple[Source, ...]:  # noqa: FBT001
+    named: dict[str, Source] = {"torch": _CPU, "python": _PYTHON, "numpy": _NUMPY}
+    return tuple(source for name, source in named.items() if name in kinds and (has_numpy or name != "numpy"))
 
 
 def source_of_cpu() -> Source:
     """The way to read the default CPU generator."""
     return _CPU
-
-
-_read_cpu = torch.default_generator.get_state
-_CPU_BYTES = _read_cpu().numel()
 
 
 @functools.lru_cache(maxsize=64)
@@ -218,60 +215,44 @@ def parse_preserve(preserve: bool | Iterable[str]) -> frozenset[str]:  # noqa: F
     return kinds
 
 
-_newest: list[ref[Tensor]] = []
-"""The CPU state that was stored last, weakly: a hint for sharing, right or not."""
-
-
-def _stored_once(state: Tensor) -> Tensor:
-    """This state, or the equal one that was stored last: a region and the first nested one begin the same."""
-    stored = _newest[0]() if _newest else None
-    if stored is not None and not memcmp(state.data_ptr(), stored.data_ptr(), _CPU_BYTES):
-        return stored
-    _newest[:] = [ref(state)]
-    return state
-
-
 class RngState:
     """The generators around one execution of a region.
 
     Life: made at entry; `settle` at exit drops what did not move; `restore` and `put_back` around each recomputation.
-    The CPU generator, which every region has, does not go through its `Source`.
+
+    Attributes:
+        entries: the generators, and where they stood at entry.
+        around_forward: what the function must run under while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_cpu", "_others", "_starts_accelerator", "around_forward")
+    __slots__ = ("_starts_accelerator", "around_forward", "entries")
 
     def __init__(self, kinds: frozenset[str], arguments: Arguments) -> None:
-        self._cpu: Tensor | None = None
-        # What the function must run under while a CUDA graph is being captured.
         self.around_forward: Callable[[str], AbstractContextManager[Any]] | None = None
-        self._others: list[tuple[Source, Any]] = []
         self._starts_accelerator = False  # if it does: no device was in use at entry
-        if "torch" in kinds:
-            self._cpu = _read_cpu()
-            # On a CPU-only build without generators among the arguments there is nothing more to look for.
-            sources = _sources_of(arguments) if arguments.objects or accelerator() is not None else None
-            if sources:
-                try:
-                    self._others = [(source, source.read()) for source in sources]
-                except RuntimeError:
-                    self._enter_capture(sources)
-            else:
-                self._starts_accelerator = accelerator() is not None and not accelerator_started()
-        if "python" in kinds:
-            self._others += [(_PYTHON, _PYTHON.read())]
-        if "numpy" in kinds and "numpy" in sys.modules:
-            self._others += [(_NUMPY, _NUMPY.read())]
+        self.entries: list[tuple[Source, Any]] = [(source, source.read()) for source in host_sources(kinds)]
+        # On a CPU-only build without generators among the arguments there is nothing more to look for.
+        if (arguments.objects or accelerator() is not None) and "torch" in kinds:
+            self._read_devices(_sources_of(arguments))
+
+    def _read_devices(self, sources: list[Source]) -> None:
+        """Read the generators of devices, and those among the arguments."""
+        if not sources:
+            self._starts_accelerator = accelerator() is not None and not accelerator_started()
+            return
+        try:
+            self.entries += [(source, source.read()) for source in sources]
+        except RuntimeError:  # a CUDA graph is being captured
+            self._enter_capture(sources)
 
     def _enter_capture(self, sources: list[Source]) -> None:
-        """A generator cannot be read, because a CUDA graph is being captured."""
-        self._others = []
         for source in sources:
             if not isinstance(source, _PhiloxSource):
-                self._others.append((source, source.read()))
+                self.entries.append((source, source.read()))
                 continue
             switched, self.around_forward = enter_capture(source.generator)
             if switched is not None:
-                self._others.append((switched, None))
+                self.entries.append((switched, None))
 
     def settle(self, region: str) -> RngState | None:
         """At exit: keep the generators that moved; None if none did."""
@@ -283,25 +264,12 @@ class RngState:
                 "preserve_rng=False (preserve_rng_state=False in recollect.compat)."
             )
             raise RuntimeError(message)
-        state = self._cpu
-        if state is not None:
-            now = _read_cpu()  # named, so that it outlives the comparison of addresses
-            if not memcmp(state.data_ptr(), now.data_ptr(), _CPU_BYTES):
-                self._cpu = None
-            else:
-                self._cpu = _stored_once(state)
-        if self._others:
-            self._others = [
-                (source, state)
-                for source, state in self._others
-                if (now := source.read()) is not state and not source.same(state, now)
-            ]
-        return None if self._cpu is None and not self._others else self
-
-    @property
-    def entries(self) -> list[tuple[Source, Any]]:
-        """The generators, and where they stood at entry."""
-        return self._others if self._cpu is None else [(_CPU, self._cpu), *self._others]
+        self.entries = [
+            (source, state)
+            for source, state in self.entries
+            if (now := source.read()) is not state and not source.same(state, now)
+        ]
+        return self if self.entries else None
 
     def restore(self) -> list[tuple[Source, Any]]:
         """Before recomputation: set every generator as it was at entry; gives back where they stood."""

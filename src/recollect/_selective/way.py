@@ -27,7 +27,7 @@ from recollect._core.torch_private.engine import top_hooks
 from recollect._offload.offload import offload_decided
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
-from recollect._recompute.rng import sources_by_request
+from recollect._recompute.rng import host_sources
 from recollect._recompute.way import Pack, Sides
 from recollect._selective.asking import Asker
 from recollect._selective.blocks import Forward
@@ -165,7 +165,7 @@ class SelectiveWay(ServedWay):
             mode=mode,
             recorder=recorder,
             scopes=scopes,
-            generators=sources_by_request(frame.around.preserved),
+            generators=host_sources(frame.around.preserved - {"torch"}),
             modules=frame.around.modules,
         )
         self._mode = mode
