@@ -1,6 +1,7 @@
 """Rules that offload: whole modules send what they save for backward away, inside regions and around them."""
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ def to_disk(folder: Path) -> Offload:
     return recollect.offload(tier="disk", directory=folder, min_bytes=0)
 
 
+def is_empty_soon(away: Offload) -> bool:
+    """Whether nothing remains on the disk. A copy that was on its way when its value went gives its place back later."""
+    disk: Any = away._session.transfers.slow
+    for _ in range(500):
+        if disk.used_bytes == 0:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 @pytest.mark.parametrize(
     "rules",
     [
@@ -58,7 +69,7 @@ def test_gradients_are_those_of_the_plain_model(gpt: tuple[nn.Module, Tensor], r
             assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
             assert step > 0 or handle.report().out_bytes > 0  # later what cannot be back in time stays
     assert "forward" not in vars(model.layers[0])  # type: ignore[index]
-    assert away._session.transfers.slow.used_bytes == 0  # type: ignore[union-attr]
+    assert is_empty_soon(away)
 
 
 def test_a_module_that_is_saved_inside_an_offloaded_one_stays(gpt: tuple[nn.Module, Tensor], tmp_path: Path) -> None:
