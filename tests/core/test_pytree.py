@@ -84,14 +84,15 @@ def test_leaves_are_named_as_their_caller_wrote_them(
     assert Arguments(args, kwargs).describe(index) == name
 
 
-def test_a_call_without_containers_never_reaches_the_pytree_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_registered_classes_never_reaches_the_pytree_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(pytree, "flatten", refuse)
     assert list(Arguments((1, 2), {"a": "b"}).leaves) == [1, 2, "b"]
+    assert list(Arguments(([1, (2, {"x": 3})],), {}).leaves) == [1, 2, 3]
     with pytest.raises(AssertionError):
-        Arguments(([1],), {})
+        Arguments(([1, OrderedDict(x=2)],), {})
 
 
 def test_a_class_registered_later_is_walked_from_then_on() -> None:

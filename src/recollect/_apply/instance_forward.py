@@ -11,6 +11,7 @@ import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
 from typing import Any, Self
 from weakref import ref
 
@@ -118,7 +119,10 @@ class InstanceForward(ABC):
         if self._covered is not None:
             return self._covered
         module = self._owner()
-        own: Callable[..., Any] = forward_of(type(module)).__get__(module, type(module))
+        kind = type(module)
+        if not self._is_static and type(forward := kind.forward) is FunctionType:  # the usual case, at every call
+            return MethodType(forward, module)
+        own: Callable[..., Any] = forward_of(kind).__get__(module, kind)
         return own
 
     def __getattr__(self, name: str) -> Any:
