@@ -38,7 +38,7 @@ def to_disk(folder: Path) -> Offload:
 
 
 def is_empty_soon(away: Offload) -> bool:
-    """Whether nothing remains on the disk. A copy that was on its way when its value went gives its place back later."""
+    """Whether nothing remains on the disk. A copy on its way when its value goes gives its place back later."""
     disk: Any = away._session.transfers.slow
     for _ in range(500):
         if disk.used_bytes == 0:
