@@ -35,24 +35,55 @@ class Arguments:
         self._positional = len(args)
         self._keywords = tuple(kwargs)
         self._structure: Parts | Spec | None = None  # where containers are among them
-        leaves = self.leaves = [*args, *kwargs.values()]
+        values = [*args, *kwargs.values()]
+        if not self._sort(values):
+            self._open(values)
+
+    def _sort(self, leaves: list[Any], *, may_hold: bool = True) -> bool:
+        """Take these as they are; False if one is a container."""
+        self.leaves = leaves
         tensors: list[int] = []
         objects: list[Any] = []
-        index = 0
-        while index < len(leaves):
-            leaf = leaves[index]
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 tensors.append(index)
             elif (kind := type(leaf)) not in _VALUES:
-                if self._structure is None and is_container(kind):  # none of these are leaves yet: start again
-                    leaves, self._structure = _open(leaves)
-                    self.leaves, index = leaves, 0
-                    tensors.clear()
-                    objects.clear()
-                    continue
+                if may_hold and is_container(kind):
+                    return False
                 objects.append(leaf)
-            index += 1
         self.tensors, self.objects = tensors, objects
+        return True
+
+    def _open(self, values: list[Any]) -> None:
+        """Take the leaves of arguments that hold containers."""
+        self.leaves, self.tensors, self.objects = [], [], []
+        try:
+            self._structure = self._take_apart(values)
+        except _Registered:
+            leaves, self._structure = flatten(values)
+            self._sort(leaves, may_hold=False)
+
+    def _take_apart(self, values: Iterable[Any]) -> Parts:
+        """Add the leaves among these values, and those of the containers among them; gives how they stood."""
+        parts: Parts = []
+        leaves = self.leaves
+        for value in values:
+            kind = type(value)
+            if isinstance(value, Tensor):
+                self.tensors.append(len(leaves))
+            elif kind is tuple or kind is list:
+                parts.append((kind, None, self._take_apart(value)))
+                continue
+            elif kind is dict:
+                parts.append((kind, tuple(value), self._take_apart(value.values())))
+                continue
+            elif kind not in _VALUES:
+                if is_container(kind):
+                    raise _Registered
+                self.objects.append(value)
+            parts.append(None)
+            leaves.append(value)
+        return parts
 
     @property
     def are_positional(self) -> bool:
@@ -84,37 +115,8 @@ class _Registered(Exception):  # noqa: N818 (not an error)
     """A container of a class that only the pytree library knows."""
 
 
-def _open(values: list[Any]) -> tuple[list[Any], Parts | Spec]:
-    """The leaves of arguments that hold containers, and how they stood."""
-    leaves: list[Any] = []
-    try:
-        return leaves, _take_apart(values, leaves)
-    except _Registered:
-        return flatten(values)
-
-
 def _close(structure: Parts | Spec, leaves: Sequence[Any]) -> list[Any]:
     return _build(structure, iter(leaves)) if isinstance(structure, list) else unflatten(leaves, structure)
-
-
-def _take_apart(values: Iterable[Any], leaves: list[Any]) -> Parts:
-    """Add the leaves among these values, and those of the containers among them; gives how they stood."""
-    parts: Parts = []
-    for value in values:
-        kind = type(value)
-        if kind in _VALUES or isinstance(value, Tensor):
-            parts.append(None)
-            leaves.append(value)
-        elif kind is tuple or kind is list:
-            parts.append((kind, None, _take_apart(value, leaves)))
-        elif kind is dict:
-            parts.append((kind, tuple(value), _take_apart(value.values(), leaves)))
-        elif is_container(kind):
-            raise _Registered
-        else:
-            parts.append(None)
-            leaves.append(value)
-    return parts
 
 
 def _build(parts: Parts, leaves: Iterator[Any]) -> list[Any]:
