@@ -1,6 +1,8 @@
 """Digests tell values apart to the bit, and evidence is taken when the operator that saved is done."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -178,3 +180,15 @@ def test_the_first_differing_tensor_is_named() -> None:
     with pytest.raises(recollect.MismatchError, match=r"^region 'f': saved tensor 3 ") as caught:
         backward(loss)
     assert "Also" not in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_nothing])
+def test_noise_that_a_kernel_fills_is_compared_when_it_is_there_on_whatever_thread(policy: Any) -> None:
+    """Nodes are numbered by thread: one that the function closes over looks later than all of another thread."""
+    outer = torch.ones(64, 64, requires_grad=True) * 2 - 3
+    noisy = recollect.checkpoint(lambda: torch.rrelu(outer, training=True), check="values", policy=policy)
+    for junk in range(3):
+        loss = noisy().sum()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(torch.full, (64, 64), float(junk)).result()  # what unfilled memory holds next
+            threads.submit(loss.backward, retain_graph=True).result()

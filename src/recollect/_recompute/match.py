@@ -118,7 +118,7 @@ class Recorder:
         self.count_made: Callable[[], int] = int
         self._differ: list[tuple[int, str]] = []
         check = frame.options.matcher.values
-        self._evidence = Evidence(check) if check is not None else None
+        self._evidence = Evidence(check, frame.evidence) if check is not None else None
         self.log = OpLog(frame.name) if frame.log is not None else None
 
     def pack(self) -> Callable[[Tensor], Tensor | ref[Tensor]]:

@@ -75,13 +75,19 @@ class Evidence:
     Inputs are saved before their kernel runs, and RReLU's kernel fills its saved noise: a tensor without gradient
     waits until one made by a later node is saved, or the run is over. Left out: workspaces of bytes, which kernels
     (oneDNN's LSTM) save partly unwritten.
+
+    Args:
+        check: what to keep, and how to compare it.
+        forward: what forward has shown, in recomputation. That may run on another thread, whose nodes are numbered on
+            their own: which come later is known from forward.
     """
 
-    __slots__ = ("_check", "_count", "_waiting", "host_bytes", "kept")
+    __slots__ = ("_check", "_count", "_forward", "_waiting", "host_bytes", "kept", "later")
 
-    def __init__(self, check: ValueCheck) -> None:
-        self._check = check
+    def __init__(self, check: ValueCheck, forward: Evidence | None = None) -> None:
+        self._check, self._forward = check, forward
         self._count = 0
+        self.later: set[int] = set()  # the tensors that were made by a later node than those that waited
         self._waiting: list[tuple[int, int, Tensor]] = []
         self.kept: dict[int, Tensor] = {}
         self.host_bytes = 0
@@ -90,7 +96,7 @@ class Evidence:
         """A tensor is being saved."""
         index = self._count
         self._count += 1
-        if tensor.grad_fn is not None and self._waiting and sequence_of(tensor.grad_fn) >= self._waiting[-1][0]:
+        if self._waiting and self._is_later(index, tensor):
             self.flush()
         if index % self._check.every or tensor.dtype is torch.uint8:
             return
@@ -98,6 +104,15 @@ class Evidence:
             self._keep(index, tensor)
         else:
             self._waiting.append((next_sequence(), index, tensor))
+
+    def _is_later(self, index: int, tensor: Tensor) -> bool:
+        """Whether a later node made this tensor than saved those that wait."""
+        if self._forward is not None:
+            return index in self._forward.later
+        is_later = tensor.grad_fn is not None and sequence_of(tensor.grad_fn) >= self._waiting[-1][0]
+        if is_later:
+            self.later.add(index)
+        return is_later
 
     def flush(self) -> None:
         """The operators that saved the waiting tensors are done."""
