@@ -43,7 +43,7 @@ def find_memory(generator: torch.Generator) -> Any:
         probe = torch.Generator()
         start = _find_start(probe)
         size = min(map(_bytes_at, map(_address_of, (probe, generator))))
-    except (AttributeError, OSError):  # another C library, or another torch
+    except (AttributeError, OSError, TypeError):  # another C library, or another torch
         return None
     if start is None or not _shows_all(probe, memory_at(_address_of(probe) + start, size - start)):
         return None
