@@ -92,6 +92,27 @@ def test_buffers_of_an_unknown_module_are_learned(in_place: bool, steps: int) ->
     assert_step_is_plain(lambda: Fresh(in_place=in_place), torch.randn(4, 3), forwards=2, steps=steps)
 
 
+def test_a_buffer_that_only_a_later_instance_has_is_learned_too() -> None:
+    class Fresh(Momentum):
+        """Has another buffer besides, if it is told to."""
+
+        count: Tensor
+
+        def __init__(self, *, counts: bool) -> None:
+            super().__init__(in_place=True)
+            if counts:
+                self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if hasattr(self, "count"):
+                self.count += 1
+                x = x * self.count.clone()
+            return super().forward(x)
+
+    for counts in (False, True):
+        assert_step_is_plain(functools.partial(Fresh, counts=counts), torch.randn(4, 3), forwards=2, steps=2)
+
+
 def test_a_buffer_that_is_updated_only_later_is_never_silently_wrong() -> None:
     class Late(Momentum):
         active = False

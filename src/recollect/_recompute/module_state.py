@@ -130,11 +130,11 @@ class ModuleState:
                 continue
             if name in written and module.training:
                 self._state.append((module, name, copy_value(tensor) if exact else _MISSING))
-            elif learned is None:
+            elif name not in learned:
                 if self._trial is None:
                     self._trial = Trial()
                 self._trial.add(module, name, tensor)
-            elif name in learned:
+            elif learned[name]:
                 self._state.append((module, name, copy_value(tensor)))
             else:
                 continue
@@ -160,7 +160,7 @@ class ModuleState:
         for module in self._tree.modules(self._roots):
             for name, tensor in module._buffers.items():  # noqa: SLF001
                 if tensor is not None and version_of(tensor) != versions.get(id(tensor), version_of(tensor)):
-                    learn(module, {name})
+                    learn(module, name, moved=True)
 
     def abandon(self) -> None:
         """The function has raised: leave no hook behind, learn nothing."""

@@ -1,12 +1,15 @@
 """Which state a module updates in its own forward: declared by the user, listed here, or learned.
 
 What a class updates is learned at its first call, in each of training and evaluation mode: its buffers are copied, and
-those that moved are its own. BatchNorm and its kin write without moving the version, so they are listed. Anything
-else, Python attributes included, can be declared with `register_state`.
+those that moved are its own. Buffers that only a later instance has are learned at its call. BatchNorm and its kin
+write without moving the version, so they are listed. Anything else, Python attributes included, can be declared with
+`register_state`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,8 +28,9 @@ States = list[tuple[nn.Module, str, Any]]
 declared: Registry[tuple[type, frozenset[str]]] = Registry()
 """What `register_state` was told: classes, and the attributes that they update."""
 
-# Weakly by class, because parametrizations make a class per module; then by training mode.
-_learned: WeakKeyDictionary[type, dict[bool, frozenset[str]]] = WeakKeyDictionary()
+# Weakly by class, because parametrizations make a class per module; then by training mode and name: whether it moved.
+_learned: WeakKeyDictionary[type, dict[bool, dict[str, bool]]] = WeakKeyDictionary()
+_NOTHING: Mapping[str, bool] = MappingProxyType({})
 
 # Their statistics are written behind the version counter's back, and are not read while training.
 _WRITE_ONLY: dict[type, frozenset[str]] = {
@@ -84,15 +88,16 @@ def rules_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     return updated, written - updated
 
 
-def find_learned(module: nn.Module) -> frozenset[str] | None:
-    """The buffers that modules of its class update in its mode; None if none was called yet."""
-    return _learned.get(type(module), {}).get(module.training)
+def find_learned(module: nn.Module) -> Mapping[str, bool]:
+    """Whether modules of its class update a buffer in its mode, by name; those are missing that none has had yet."""
+    by_mode = _learned.get(type(module))
+    return _NOTHING if by_mode is None else by_mode.get(module.training, _NOTHING)
 
 
-def learn(module: nn.Module, names: set[str]) -> None:
-    """Modules of this class update these buffers, too, in the mode that it is in."""
-    by_mode = _learned.setdefault(type(module), {})
-    by_mode[module.training] = by_mode.get(module.training, frozenset()) | names
+def learn(module: nn.Module, name: str, *, moved: bool) -> None:
+    """Modules of this class update this buffer in the mode that it is in, or did not at this call."""
+    by_name = _learned.setdefault(type(module), {}).setdefault(module.training, {})
+    by_name[name] = moved or by_name.get(name, False)
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -148,7 +153,7 @@ class Trial:
         self.end()
         for module, name, tensor, version, _ in self._entries:
             if id(module) in self._called:
-                learn(module, {name} if has_moved(module, name, tensor, version) else set())
+                learn(module, name, moved=has_moved(module, name, tensor, version))
         return self._entries
 
     def end(self) -> None:
