@@ -192,6 +192,30 @@ def test_a_region_is_learned_and_replayed_under_somebody_elses_meter_which_sees_
     assert metered.peak == pytest.approx(quiet.peak_bytes, rel=0.02)
 
 
+class Routed(nn.Module):
+    """Picks rows by their values, and multiplies in a way that adds the bias in place where no mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.gates = nn.Linear(8, 8), nn.GRU(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.sum(-1) > 0).nonzero(as_tuple=True)
+        y = torch.zeros_like(x)
+        y.index_put_(rows, self.expert(x[rows]), accumulate=True)
+        found: Tensor = self.gates((x + y).transpose(0, 1))[0]
+        return found
+
+
+def test_sizes_that_values_decide_do_not_undo_what_was_proven() -> None:
+    torch.manual_seed(0)
+    module = Routed()
+    ours = recollect.checkpoint(module, policy=policies.save_larger_than(600))
+    for seed in range(6):
+        x = torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(seed)) + seed / 10
+        assert_same(gradients(ours, module, x), gradients(module, module, x))
+
+
 def test_from_the_third_size_on_nothing_is_learned_and_nothing_grows(pair: tuple[Ordinary, Ordinary]) -> None:
     plain, ours = pair
     region = recollect.checkpoint(ours, policy=policies.save_matmuls)

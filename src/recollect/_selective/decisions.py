@@ -130,6 +130,7 @@ class Decisions:
         saved: how many tensors the region saves: another number is another way through the function.
         kept: how many operators a forward keeps with grad mode on.
         is_proven: whether it was seen that results are kept as the operators gave them, where only those are looked at.
+        is_other_unseen: whether it was seen that other operators run where only those are looked at: so all must be.
         looks_at_sizes: whether the policy went by the size of a value.
         ops: the operators that need to be looked at once it is learned; None where all do.
         by_call: the lines of those, by their numbers.
@@ -157,6 +158,7 @@ class Decisions:
     saved: int = -1
     kept: int = -1
     is_proven: bool = False
+    is_other_unseen: bool = False
     looks_at_sizes: bool = False
     ops: frozenset[Any] | None = None
     by_call: dict[tuple[Any, bool, int], DecisionLine] = field(default_factory=dict)
@@ -174,7 +176,7 @@ class Decisions:
         for line in self.lines:
             line.matched += self.unwatched
         self.unwatched = 0
-        self.is_learned, self.is_stale, self.is_proven = False, False, False
+        self.is_learned = self.is_stale = self.is_proven = self.is_other_unseen = False
         self.program = self.ops = self.wanted = None
 
     def learn(self, *, saved: int, kept: int, sees_all: bool) -> None:
@@ -186,6 +188,7 @@ class Decisions:
             sees_all: whether every call must be seen again, whatever was kept.
         """
         self.is_learned, self.saved, self.kept = True, saved, kept
+        self.is_proven = False  # of what is kept now
         self.keeps_ops = any(line.is_kept or line.keeps_write for line in self.lines)
         self.fills = any(line.fills for line in self.lines)
         self._choose_ops(sees_all=sees_all or bool(self.named))
@@ -193,7 +196,8 @@ class Decisions:
     def _choose_ops(self, *, sees_all: bool) -> None:
         asks = self.is_varying
         kept = [line for line in self.lines if line.is_kept or (asks and operator_of(line.key).can_be_kept)]
-        if sees_all or not all(can_intercept(line.key) and not operator_of(line.key).is_collective for line in kept):
+        can_choose = all(can_intercept(line.key) and not operator_of(line.key).is_collective for line in kept)
+        if sees_all or self.is_other_unseen or not can_choose:
             self.ops = self.wanted = None
             return
         self.ops = frozenset(line.key for line in kept)
@@ -223,8 +227,8 @@ class Decisions:
         """
         self.is_proven = True
         learned = Counter(line.number[:2] for line in self.by_call.values() if line.number is not None)
-        is_same = all(count_calls(*called) == times for called, times in learned.items())
-        self._choose_ops(sees_all=self.ops is None or not is_same)
+        self.is_other_unseen = any(count_calls(*called) != times for called, times in learned.items())
+        self._choose_ops(sees_all=self.ops is None)
 
     def vary(self) -> Decisions:
         """The same decisions for calls of any size: of these no program is made."""
@@ -233,6 +237,7 @@ class Decisions:
             self, program=None, may_record=False, why_no_program=why, is_varying=self.looks_at_sizes, unwatched=0
         )
         other.keeps_ops = self.keeps_ops or self.looks_at_sizes
+        other.is_proven = self.is_proven and not self.looks_at_sizes  # it may come to keep others than were proven
         other._choose_ops(sees_all=self.ops is None)  # noqa: SLF001 (its own)
         return other
 
