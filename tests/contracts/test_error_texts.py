@@ -400,7 +400,7 @@ REFUSALS: list[tuple[type[Exception], Callable[[], Any], str]] = [
     (
         ValueError,
         lambda: recollect.register_state(nn.Linear),
-        "register_state(Linear) needs attribute names, not ()",
+        "register_state(Linear): expected names of attributes, as in 'calls'; got ()",
     ),
     (
         ValueError,

@@ -217,6 +217,17 @@ def test_plan_and_fit_refuse_what_they_cannot_use() -> None:
         (lambda: API.plan(seen(), budget="min", name=3), TypeError, "name=3: expected text"),
         (lambda: API.plan(seen(), budget="min", progress=1), TypeError, "progress=1: expected a function"),
         (lambda: fit(tiers=True), ValueError, "tiers=True: expected 'host', 'disk'"),
+        (lambda: fit(tiers="cpu"), ValueError, "or None to offload nothing; did you mean 'host'?"),
+        (
+            lambda: API.fit(model, x(), x(), budget="8GB"),
+            TypeError,
+            "recollect.fit was given 1 argument after the batch: pass a batch of several parts as one tuple",
+        ),
+        (
+            lambda: API.plan(seen(), "8GB", budget="8GB"),
+            TypeError,
+            "recollect.plan takes only the profile by position: pass options by name, as in budget='40GiB'",
+        ),
         (lambda: fit(levers=True), TypeError, "levers=True: expected names"),
         (
             lambda: fit(levers={"micro_batches": 0}),
@@ -367,6 +378,8 @@ def test_offload_and_the_chunked_loss_name_the_option(tmp_path: Path) -> None:
         (lambda: API.offload(min_bytes=None), TypeError, "min_bytes=None: expected bytes"),
         (lambda: API.offload(in_flight=-1), ValueError, "in_flight=-1: a number of bytes cannot be negative"),
         (lambda: API.offload(Net()), TypeError, "tier=<module Net>: expected 'host', 'disk'"),
+        (lambda: API.offload("cpu"), ValueError, "write, read, free and close; did you mean 'host'?"),
+        (lambda: API.offload(pin_memory=True), TypeError, "no option pin_memory=True: leave it out; host memory is"),
         (lambda: API.offload(tier="disk", directory=3), TypeError, "directory=3: expected a path"),
         (
             lambda: API.offload(tier="disk", directory=file),

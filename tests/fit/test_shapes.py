@@ -128,6 +128,21 @@ def test_recollect_remove_ends_it() -> None:
     assert not find_regions(model)
 
 
+@pytest.mark.parametrize("how", ["removed", "fitted again"])
+def test_a_fit_without_regions_ends_too(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    fitted = recollect.fit(model, batch(64), loss=lose, budget="1GiB")
+    assert not find_regions(model)
+    if how == "removed":
+        recollect.remove(model)
+    else:
+        recollect.fit(model, batch(400), loss=lose, budget="1GiB")
+    assert fitted.is_removed
+    model(batch(400)[0]).sum().backward()
+    assert not find_regions(model)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_copies_of_the_model_have_no_switch(caplog: pytest.LogCaptureFixture) -> None:
     model = make()
     with recollect.fit(model, batch(256), loss=lose, budget=find_budget(256)):

@@ -812,6 +812,14 @@ def test_a_step_that_must_not_run_twice_runs_once() -> None:
     assert count == [1]
 
 
+def test_inputs_that_were_forgotten_are_named_in_the_error() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        recollect.profile(nn.Linear(3, 2))
+    assert caught.value.__notes__ == [
+        "recollect.profile was given no inputs for Linear: recollect.profile(model, *inputs)"
+    ]
+
+
 @pytest.mark.parametrize(("kind", "how"), [(tuple, r"\*batch"), (list, r"\*batch"), (dict, "kwargs=batch")])
 def test_a_batch_that_a_model_takes_apart_is_named_in_the_error(kind: type, how: str) -> None:
     x = torch.ones(2, 3)

@@ -97,6 +97,8 @@ def test_the_callback_refuses_options_before_training_begins() -> None:
         RecollectCallback(budget="1GiB", policy="full")
     with pytest.raises(ValueError, match=r"tiers: only used with budget=, which is missing"):
         RecollectCallback(tiers="host")
+    with pytest.raises(TypeError, match=r"RecollectCallback has no option use_reentrant=False: leave it out"):
+        RecollectCallback(use_reentrant=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("model", "name"), [(torch.nn.Linear(1, 1), "Linear"), ("llama", "str")])

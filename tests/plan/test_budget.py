@@ -25,9 +25,7 @@ def test_goals_have_no_bytes(word: str) -> None:
 
 
 def test_a_share_of_an_unknown_device_is_refused_with_what_to_give() -> None:
-    with pytest.raises(
-        ValueError, match=r"it is not known how much memory the device of this profile has, .* Give bytes"
-    ):
+    with pytest.raises(ValueError, match=r"the profile does not say how much memory its device has; .* Give bytes"):
         parse_budget("80%")
 
 

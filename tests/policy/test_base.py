@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from recollect import policies
@@ -107,6 +109,7 @@ EXPECTED = (
     "expected a policy: one of recollect.policies, a function from a recollect.Site to a recollect.Decision, or a "
     "recollect.Decision; not "
 )
+BY_CLASS = "\nTo choose modules by class, write recollect.apply(model, {Linear: 'full'})"
 JOIN = (
     ".\nCombine policies with policies.first_match(...), keep operators with policies.save_ops(...), "
     "tell regions apart with policies.per_region({...})."
@@ -121,6 +124,14 @@ JOIN = (
         ([policies.save_matmuls], f"{EXPECTED}list [save_matmuls]{JOIN}"),
         ({"layers.*": policies.save_all}, f"{EXPECTED}dict {{'layers.*': save_all}}{JOIN}"),
         (Decision, f"{EXPECTED}the class Decision"),
+        (
+            nn.Linear,
+            f"{EXPECTED}the class Linear.{BY_CLASS}",
+        ),
+        (
+            torch.ops.aten.mm.default,
+            f"{EXPECTED}the operator aten.mm.default.\nTo keep its results, write policies.save_ops('aten.mm.default')",
+        ),
         (policies.save_ops, "save_ops makes a policy but is not one itself: call it"),
     ],
 )
@@ -128,6 +139,11 @@ def test_what_is_no_policy_is_refused(value: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
         as_policy(value)
     assert str(caught.value) == text
+
+
+def test_a_policy_that_is_called_like_a_function_says_that_it_is_one() -> None:
+    with pytest.raises(TypeError, match=r"^save_attention is a policy as it is: write it without parentheses$"):
+        policies.save_attention()
 
 
 def test_a_policy_of_ones_own_needs_only_to_judge() -> None:

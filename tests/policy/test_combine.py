@@ -177,6 +177,13 @@ def test_only_policies_are_combined(wrap: Any) -> None:
         wrap(3)
 
 
+def test_policies_are_not_combined_as_a_list() -> None:
+    with pytest.raises(
+        TypeError, match=r"^first_match takes policies one by one, not as a list: first_match\(\*policies\)$"
+    ):
+        policies.first_match([policies.save_all])  # type: ignore[arg-type]
+
+
 def test_regions_are_given_by_pattern() -> None:
     with pytest.raises(TypeError, match=r"^expected a policy: .*; not int 3$"):
         policies.per_region({"a": 3})  # type: ignore[dict-item]

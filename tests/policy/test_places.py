@@ -122,7 +122,7 @@ EXPECTED = "save_modules expects patterns over module paths, or subclasses of to
     ("patterns", "text"),
     [
         ((int,), f"{EXPECTED}the class int"),
-        ((nn.ReLU(),), f"{EXPECTED}ReLU ReLU()"),
+        ((nn.ReLU(),), f"{EXPECTED}<module ReLU>: pass its path, or its class ReLU"),
         (("head", 3), f"{EXPECTED}int 3"),
     ],
 )

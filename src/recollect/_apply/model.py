@@ -42,6 +42,7 @@ from recollect._apply.rules import (
 )
 from recollect._apply.stand_in import StandIn
 from recollect._apply.targets import Target, by_name, find_targets
+from recollect._apply.watches import end_watches
 from recollect._core.argument_text import describe_argument
 from recollect._core.decisions import Decision
 from recollect._core.plans import Plan
@@ -186,7 +187,7 @@ def _put_switches(handle: Applied, model: nn.Module, regions: list[nn.Module]) -
 
 
 def remove(model: nn.Module) -> None:
-    """Remove everything that `apply` has put into a model and its parts, whoever holds the handles.
+    """Remove everything that `apply` and `fit` have put into a model and its parts, whoever holds the handles.
 
     Use it for models with regions but no handle, such as deep copies. If nothing was applied, nothing happens.
 
@@ -199,6 +200,7 @@ def remove(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         message = f"recollect.remove expects a torch.nn.Module, not {describe_argument(model)}"
         raise TypeError(message)
+    end_watches(model)
     for module in model.modules():
         for entry in list(entries_of(module)):
             entry.take_away()

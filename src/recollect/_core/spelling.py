@@ -60,6 +60,7 @@ _TORCHS = {
     "context_fn": "write policy=, as in policy=recollect.policies.save_matmuls",
     "debug": "wrap the step in `with recollect.explain_mismatch():`",
     "gradient_checkpointing_kwargs": "leave it out",
+    "pin_memory": "leave it out; host memory is always pinned",
 }
 _OTHERS = {
     **dict.fromkeys(("budget", "levers"), "use recollect.fit"),

@@ -14,11 +14,26 @@ from recollect._apply.stand_in import stand_in_of
 from recollect._apply.targets import find_targets
 from recollect._core.argument_text import describe_argument, short_repr, with_article
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._core.units import count_noun
 from recollect._plan.budget import parse_budget
 
 _log = logging.getLogger("recollect")
 
 ANY_DEVICE = 1 << 60  # bytes: a share of a device is read when it is known which
+
+
+def refuse_misplaced(misplaced: tuple[object, ...]) -> None:
+    """Refuse positional arguments after the batch: most often the parts of a batch.
+
+    Raises:
+        TypeError: there are some.
+    """
+    if misplaced:
+        message = (
+            f"recollect.fit was given {count_noun(len(misplaced), 'argument')} after the batch: pass a batch of "
+            "several parts as one tuple, recollect.fit(model, (x, y), ...), and options by name, as in budget='40GiB'"
+        )
+        raise TypeError(message)
 
 
 def check_arguments(

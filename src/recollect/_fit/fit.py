@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from recollect._apply.handle import Applied
 from recollect._apply.model import apply
+from recollect._apply.watches import end_watches
 from recollect._core.errors import BudgetError
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
 from recollect._core.spelling import options_of, refuse_unknown, spell_lever, spell_levers
 from recollect._core.units import format_bytes
-from recollect._fit.arguments import check_arguments
+from recollect._fit.arguments import check_arguments, refuse_misplaced
 from recollect._fit.attempts import Attempt, Subject, choose_attempt
 from recollect._fit.batches import read_batch, read_step
 from recollect._fit.compiled import as_written
@@ -43,7 +44,7 @@ _UNKNOWN = 0.05  # of the budget: how much to save where memory ran out and nobo
 def fit(  # noqa: PLR0913 (all but the first two are for some)
     model: nn.Module,
     batch: Any = None,
-    *,
+    *misplaced: Never,
     budget: int | str,
     loss: Callable[..., Tensor] | None = None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
@@ -69,6 +70,7 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
             batches counts. Tensors on the CPU are moved to the model's device. A list of tuples or dicts means several
             batches of different shapes, each with its own plan; larger calls run under the plan with the smallest peak,
             and the log says so once.
+        misplaced: must be empty; a batch of several parts is one tuple, and options are passed by name.
         budget: as for `recollect.plan`.
         loss: computes the loss from the model's output. If it takes two arguments, it also gets the targets, and the
             model does not: the last part of a tuple; ``labels``, ``targets`` or similar in a dict. By default the
@@ -112,9 +114,11 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         name = next(iter(unknown))
         otherwise = f"pass the model's own arguments as its batch, as in batch={{{name!r}: ...}}"
         refuse_unknown("recollect.fit", unknown, options_of(fit), otherwise)
+    refuse_misplaced(misplaced)
     check_arguments(
         model, batch, budget=budget, loss=loss, step=step, optimizer=optimizer, recover=recover, progress=progress
     )
+    end_watches(model)  # of an earlier fit that has no region in force: this one takes its place
     if tiers is not None:
         read_tiers(tiers)
     import_scipy()  # before the step runs

@@ -27,7 +27,7 @@ _FRAGMENTATION = 0.03
 
 def plan(
     profile: Profile,
-    *,
+    *misplaced: Never,
     budget: int | str | Plan,
     tiers: str | Sequence[str] | None = None,
     link_bytes_per_s: float | None = None,
@@ -42,6 +42,7 @@ def plan(
 
     Args:
         profile: a profile of the step without regions; see `recollect.profile`.
+        misplaced: must be empty; options are passed by name.
         budget: the most device memory that tensors may hold at any time of the whole step, parameters, gradients and
             optimizer state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
             share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step. Or
@@ -81,6 +82,9 @@ def plan(
     """
     if unknown:
         refuse_unknown("recollect.plan", unknown, options_of(plan))
+    if misplaced:
+        message = "recollect.plan takes only the profile by position: pass options by name, as in budget='40GiB'"
+        raise TypeError(message)
     if not isinstance(profile, Profile):
         found = type(profile).__name__
         message = (

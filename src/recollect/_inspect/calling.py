@@ -98,8 +98,10 @@ def find_call(
     return ModelCall(model=step_or_model, forward=forward, loss=loss, doubt=doubt)
 
 
-def doubt_packed(model: Any, inputs: tuple[Any, ...]) -> str:
-    """What to say where a model fails that was given a whole batch as one argument; nothing otherwise."""
+def doubt_inputs(model: Any, inputs: tuple[Any, ...], *, has_keywords: bool) -> str:
+    """What to say where a model fails that was given a whole batch as one argument, or nothing; else nothing."""
+    if not inputs and not has_keywords and isinstance(model, nn.Module) and not _runs_bare(model):
+        return f"recollect.profile was given no inputs for {type(model).__name__}: recollect.profile(model, *inputs)"
     batch = inputs[0] if len(inputs) == 1 else None
     if not isinstance(batch, (tuple, list, dict)):
         return ""
@@ -108,6 +110,17 @@ def doubt_packed(model: Any, inputs: tuple[Any, ...]) -> str:
         f"{type(model).__name__}.forward got the {type(batch).__name__} as its only argument. "
         f"If it takes what is in it, write recollect.profile(model, {how})"
     )
+
+
+def _runs_bare(model: nn.Module) -> bool:
+    """Whether forward can be called without arguments, as far as its signature says."""
+    try:
+        read_signature(model.forward).bind()
+    except TypeError:
+        return False
+    except ValueError:  # there is none to read
+        return True
+    return True
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.reachable import find_reachable, find_roots
 from recollect._core.spelling import options_of, refuse_unknown
-from recollect._inspect.calling import doubt_packed, find_call
+from recollect._inspect.calling import doubt_inputs, find_call
 from recollect._inspect.step import Figures, StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
@@ -117,7 +117,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         name=name,
         timed=timed,
         progress=progress,
-        doubt=doubt_packed(step_or_model, inputs),
+        doubt=doubt_inputs(step_or_model, inputs, has_keywords=bool(kwargs)),
     )
 
 

@@ -307,9 +307,10 @@ def check_tier(tier: TierLike, option: str) -> tuple[str | Tier, ...]:
         one in ("host", "disk") if isinstance(one, str) else isinstance(one, Tier) for one in tiers
     ):
         strange = next((one for one in tiers or () if one not in ("host", "disk")), None)
+        hint = "; did you mean 'host'?" if strange == "cpu" else hint_nearest(strange, ("host", "disk"))
         message = (
             f"{option}={short_repr(tier)}: expected 'host', 'disk', ('host', 'disk'), or an object with a name and the "
-            f"methods write, read, free and close{hint_nearest(strange, ('host', 'disk'))}"
+            f"methods write, read, free and close{hint}"
         )
         raise ValueError(message) if isinstance(tier, (str, tuple, list)) else TypeError(message)
     if len(tiers) > 2 or (len(tiers) == 2 and (tiers[0] != "host" or tiers[1] == "host")):  # noqa: PLR2004

@@ -81,8 +81,8 @@ def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budge
         raise ValueError(message)
     if not device_bytes:
         message = (
-            f"budget {budget!r}: it is not known how much memory the device of this profile has, as on the CPU. Give "
-            "bytes, as in '40GiB', or profile for a known device: "
+            f"budget {budget!r}: the profile does not say how much memory its device has; on the CPU, none does. Give "
+            "bytes, as in '40GiB', or profile for a GPU: "
             + choose_words(
                 "recollect.profile(model, ..., dry=True, device='H100')", "recollect plan --dry --device H100"
             )

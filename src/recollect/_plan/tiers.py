@@ -27,7 +27,9 @@ def read_tiers(tiers: str | Sequence[str]) -> str:
         expected = choose_words(
             "'host', 'disk', ('host', 'disk'), or None to offload nothing", "host, disk, or host,disk"
         )
-        hint = hint_nearest(next((one for one in named if one not in TIERS), None), ("host", DISK))
+        strange = next((one for one in named if one not in TIERS), None)
+        meant = choose_words("'host'", "host")
+        hint = f"; did you mean {meant}?" if strange == "cpu" else hint_nearest(strange, ("host", DISK))
         message = f"{choose_words(f'tiers={short_repr(tiers)}', spell_tiers(tiers))}: expected {expected}{hint}"
         raise ValueError(message)
     return tier

@@ -16,6 +16,7 @@ from torch import nn
 from recollect._core.argument_text import describe_argument, short_repr
 from recollect._core.decisions import Decision, Site
 from recollect._core.signatures import read_annotations, read_signature
+from recollect._core.torch_private.ops import op_name
 
 PolicyLike = Callable[[Site], Decision] | Decision
 """Any function of a site, or one decision for all. Those of the catalogue are `Policy` objects, which can say more."""
@@ -97,8 +98,15 @@ class Policy(ABC):
         del region
         return self
 
-    def __call__(self, site: Site) -> Decision:
-        """Decide: as a plain function would."""
+    def __call__(self, site: Site | None = None) -> Decision:
+        """Decide: as a plain function would.
+
+        Raises:
+            TypeError: there is no site: a policy was called as if it were a function that makes one.
+        """
+        if site is None:
+            message = f"{self} is a policy as it is: write it without parentheses"
+            raise TypeError(message)
         verdict = self.judge(site)
         return Decision.RECOMPUTE if verdict is None else verdict.decision
 
@@ -213,11 +221,9 @@ def as_policy(policy: PolicyLike) -> Policy:
     if read_annotations(policy).get("return") in ("Policy", Policy):
         message = f"{name_function(policy)} makes a policy but is not one itself: call it"
         raise TypeError(message)
-    if isinstance(policy, type):
-        message = f"{expected}the class {policy.__name__}"
-        raise TypeError(message)
-    if getattr(sys.modules.get("recollect"), getattr(policy, "__name__", ""), None) is policy:
-        message = f"{expected}recollect.{policy.__name__} itself"
+    stranger = _describe_stranger(policy)
+    if stranger:
+        message = expected + stranger
         raise TypeError(message)
     if not takes(policy, 1):
         message = (
@@ -228,6 +234,20 @@ def as_policy(policy: PolicyLike) -> Policy:
         )
         raise TypeError(message)
     return FunctionPolicy(policy)
+
+
+def _describe_stranger(fn: Callable[..., Any]) -> str:
+    """What can be called, but certainly not with a site, and what may be meant by it; nothing of anything else."""
+    if isinstance(fn, type):
+        text = f"the class {fn.__name__}"
+        if issubclass(fn, nn.Module):
+            text += f".\nTo choose modules by class, write recollect.apply(model, {{{fn.__name__}: 'full'}})"
+        return text
+    operator = op_name(fn)
+    if operator is not None:
+        return f"the operator {operator}.\nTo keep its results, write policies.save_ops({operator!r})"
+    is_ours = getattr(sys.modules.get("recollect"), getattr(fn, "__name__", ""), None) is fn
+    return f"recollect.{fn.__name__} itself" if is_ours else ""
 
 
 def takes(fn: Callable[..., Any], count: int) -> bool:

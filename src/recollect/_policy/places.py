@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from recollect._core.argument_text import describe_argument
 from recollect._core.decisions import Decision, Site
 from recollect._core.patterns import compile_pattern, did_you_mean, nearest_paths, plain_path, quote_all
 from recollect._policy.base import Policy, Verdict
@@ -151,7 +152,8 @@ def save_modules(*patterns: str | type[nn.Module]) -> Policy:
             compile_pattern(pattern)
         elif not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
             message = "save_modules expects patterns over module paths, or subclasses of torch.nn.Module; not "
-            message += f"{'the class' if isinstance(pattern, type) else type(pattern).__name__} "
-            message += pattern.__name__ if isinstance(pattern, type) else repr(pattern)
+            message += describe_argument(pattern)
+            if isinstance(pattern, nn.Module):
+                message += f": pass its path, or its class {type(pattern).__name__}"
             raise TypeError(message)
     return SaveModules(tuple(dict.fromkeys(patterns)))

@@ -111,7 +111,11 @@ class FunctionPredicate(Predicate):
 
 
 class Field:
-    """A number that every site has; compared with a bound it gives a predicate for `save_if`."""
+    """A number of a site, to compare with a bound, as in ``save_if(flops_per_byte > 100)``.
+
+    `flops`: of the operator's call. `nbytes`: of the value. `flops_per_byte`: what recomputing the value costs for each
+    byte that it frees.
+    """
 
     __slots__ = ("_attribute", "_word")
 

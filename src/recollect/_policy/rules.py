@@ -62,7 +62,10 @@ class SaveAll(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveOps(Rule):
-    """Saves the results of certain operators; prints as one word if the set has a name."""
+    """Saves the results of certain operators.
+
+    `save_matmuls` has those of matrix products, `save_attention` those of attention kernels; both print as one word.
+    """
 
     ops: tuple[Op, ...]
     word: str = ""
@@ -133,7 +136,11 @@ class SaveIf(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveMarked(Rule):
-    """Saves values of one kind: random values, routing choices, or what comes from other processes."""
+    """Saves values of one kind.
+
+    `save_random`: random values, such as dropout masks. `save_routing`: choices (topk, sort, argmax, multinomial) and
+    the counts made from them. `save_collectives`: values that come from other processes.
+    """
 
     word: str
     mark: str

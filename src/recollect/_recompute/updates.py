@@ -75,7 +75,7 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
         message = f"register_state expects a subclass of torch.nn.Module, not {short_repr(module_class)}"
         raise TypeError(message)
     if not names or not all(isinstance(name, str) for name in names):
-        message = f"register_state({module_class.__name__}) needs attribute names, not {names!r}"
+        message = f"register_state({module_class.__name__}): expected names of attributes, as in 'calls'; got {names!r}"
         raise ValueError(message)
     return declared.add((module_class, frozenset(names)))
 

@@ -17,6 +17,8 @@ from recollect._core.spelling import options_of, refuse_unknown
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
+__all__ = ["RecollectHook"]
+
 if TYPE_CHECKING:
     ModelHook = object
 else:
@@ -24,8 +26,9 @@ else:
 
 
 class RecollectHook(ModelHook):
-    """For ``accelerate.hooks.add_hook_to_module(model, RecollectHook(...), append=True)``.
+    """An Accelerate hook that turns modules into regions while it is on a model.
 
+    Add it by ``accelerate.hooks.add_hook_to_module(model, RecollectHook(...), append=True)``;
     ``remove_hook_from_module`` undoes it.
 
     Args:

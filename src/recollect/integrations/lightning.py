@@ -10,6 +10,8 @@ from recollect._core.spelling import options_of, refuse_unknown
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
+__all__ = ["RecollectCallback"]
+
 if TYPE_CHECKING:
     Callback = object
 else:
@@ -17,10 +19,10 @@ else:
 
 
 class RecollectCallback(Callback):
-    """For ``Trainer(callbacks=[...])``: `recollect.apply` when a fit begins, undone when it ends or fails.
+    """A callback that turns modules into regions when a fit begins, and undoes that when it ends or fails.
 
-    It works with any strategy: the regions are made after the strategy has wrapped the model, and checkpoints do not
-    show them.
+    Pass it to the Trainer: ``Trainer(callbacks=[RecollectCallback()])``. It works with any strategy: the regions are
+    made after the strategy has wrapped the model, and checkpoints do not show them.
 
     Args:
         rules: as for `recollect.apply`, including plans; by default the repeated blocks are recomputed.

@@ -17,6 +17,8 @@ from weakref import finalize, ref
 from recollect._core.torch_private.pipelining import stages_of
 from recollect._recompute.group import Sharing, current_sharing
 
+__all__ = ["SharedRecomputation", "share_recomputation"]
+
 
 def share_recomputation(stage_or_schedule: Any) -> SharedRecomputation:
     """Let the two halves of a split backward share one recomputation of each region.

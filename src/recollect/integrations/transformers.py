@@ -30,6 +30,8 @@ from recollect._plan.tiers import read_tiers
 from recollect._policy.base import PolicyLike
 from recollect.integrations.extras import require
 
+__all__ = ["RecollectCallback", "enable"]
+
 if TYPE_CHECKING:
     TrainerCallback = object
     PreTrainedModel: Any = None
@@ -171,8 +173,9 @@ def _switch_off(models: list[Any]) -> None:
 
 
 class RecollectCallback(TrainerCallback):
-    """For ``Trainer(callbacks=[...])``, and TRL's trainers: `enable` when training begins, undone when it ends.
+    """A callback that calls `enable` when training begins, and undoes it when training ends.
 
+    Pass it to a Trainer, or to one of TRL's: ``Trainer(..., callbacks=[RecollectCallback(policy="selective")])``.
     Leave ``gradient_checkpointing`` out of the training arguments; if it is on, the callback turns it off. If training
     ends with an exception, call `recollect.remove(model)` to restore the model.
 
@@ -184,6 +187,11 @@ class RecollectCallback(TrainerCallback):
         budget: as for `enable`; the state of the trainer's optimizer counts.
         inputs: for a budget, a batch; by default the largest of the first 64 batches of the training data.
         tiers: as for `enable`.
+        unknown: there are no other options.
+
+    Raises:
+        ValueError: an option has an invalid value, or does not go with another.
+        TypeError: an option is unknown, or has the wrong type.
 
     Attributes:
         handle: the handle from `enable`, while the model trains.
@@ -202,7 +210,10 @@ class RecollectCallback(TrainerCallback):
         budget: int | str | None = None,
         inputs: Mapping[str, Any] | None = None,
         tiers: str | Sequence[str] | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown("RecollectCallback", unknown, options_of(RecollectCallback))
         by_hand = {"rules": rules, "policy": policy, "every": every, "first": first}
         _check_options(budget, by_hand, inputs=inputs, tiers=tiers)
         self._options: dict[str, Any] = {**by_hand, "budget": budget, "inputs": inputs, "tiers": tiers}
