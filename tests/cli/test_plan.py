@@ -167,9 +167,7 @@ def test_a_lever_that_cannot_be_used_is_named_as_it_is_typed(invoke: Invoke) -> 
 def test_a_share_of_the_host_is_refused_with_what_to_type(invoke: Invoke, command: str) -> None:
     done = invoke(command, "blocks.py:make_model", "--budget", "50%")
     assert done.code == 1
-    assert done.err.endswith(
-        "Give bytes, as in '40GiB', or profile for a known device: recollect plan --dry --device H100\n"
-    )
+    assert done.err.endswith("Give bytes, as in '40GiB', or profile for a GPU: recollect plan --dry --device H100\n")
 
 
 def test_sizes_are_not_looked_for_in_a_profile(invoke: Invoke) -> None:

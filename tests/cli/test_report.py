@@ -124,8 +124,7 @@ def test_the_case_of_an_ending_does_not_matter(invoke: Invoke, folder: Path) -> 
 def test_an_ending_that_says_nothing_is_refused(invoke: Invoke) -> None:
     done = invoke("report", "step.json", "--to", "x.doc")
     expected = (
-        "error: x.doc: the extension says what to write; "
-        "expected .html or .png or .svg or .pdf or .trace.json or .txt or .json\n"
+        "error: x.doc: the extension says what to write; expected .html, .png, .svg, .pdf, .trace.json, .txt, .json\n"
     )
     assert (done.code, done.err) == (2, expected)
 

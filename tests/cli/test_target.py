@@ -58,6 +58,9 @@ def test_a_file_that_is_no_python_is_refused_by_its_ending(
     [
         ("notes.txt:make", f"notes.txt is not a Python file: {FORMS}"),
         ("https://host:8000/train", f"target 'https://host:8000/train': {FORMS}"),
+        ("train", f"target 'train': {FORMS}; did you mean 'train.py', or a function in it, 'train:function'?"),
+        ("train.alone", f"target 'train.alone': {FORMS}; did you mean 'train:alone'?"),
+        ("train.py:alone.step", "train.py:alone has no 'step'"),
         ("train.py:STEPS", "'STEPS' of train.py is an int; expected a function that can be called without arguments"),
         (
             "train.py:Net",

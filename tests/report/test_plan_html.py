@@ -91,7 +91,7 @@ def test_the_page_opens_with_what_was_asked_for(page: Page) -> None:
     assert page.text("#fit") == "Within 7.00 MiB: the step takes 10.0% longer than the plain one."
     assert "6.00 MiB" in page.text("#facts")
     assert "75% of the plain step" in page.text("#facts")
-    assert page.text("#code code") == 'recollect.fit(model, batch, budget="6.00MiB")'
+    assert page.text("#code code") == 'recollect.fit(model, batch, budget="7.00MiB")'
     assert page.text("#notes") == "a note"
 
 
@@ -145,7 +145,7 @@ def test_plans_stay_below_a_budget_by_the_margin(page: Page) -> None:
     page.open_text(text_of(margin_share=0.2))
     slide(page, 7 * MIB)  # 5.6 MiB are left of it
     assert "4.00 MiB" in page.text("#facts")
-    assert page.text("#code code") == 'recollect.fit(model, batch, budget="5.00MiB")'
+    assert page.text("#code code") == 'recollect.fit(model, batch, budget="7.00MiB")'
 
 
 def test_policies_are_called_simulated_and_shown_beside_the_plan_at_their_peak(page: Page) -> None:

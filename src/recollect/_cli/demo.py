@@ -20,7 +20,7 @@ from recollect._cli.endings import loading
 from recollect._cli.planned import Outputs
 from recollect._cli.report import check_path, write_report
 from recollect._cli.screen import ShowProgress, make_console, show_progress
-from recollect._core.numbers import format_seconds
+from recollect._core.numbers import format_change, format_seconds
 from recollect._core.profiles import Profile
 from recollect._core.units import count_noun, format_bytes
 
@@ -112,11 +112,11 @@ def print_fit(fitted: recollect.Fitted) -> None:
     measured = forecast.measured_peak_bytes
     assert measured is not None
     off = measured / forecast.peak_bytes - 1
-    table.add_row("peak", format_bytes(forecast.peak_bytes), format_bytes(measured), f"{off:+.1%}")
+    table.add_row("peak", format_bytes(forecast.peak_bytes), format_bytes(measured), format_change(off))
     if forecast.measured_step_s is not None:
         off = forecast.measured_step_s / forecast.step_s - 1
         seconds = format_seconds(forecast.step_s), format_seconds(forecast.measured_step_s)
-        table.add_row("step, watched", *seconds, f"{off:+.1%}")
+        table.add_row("step", *seconds, format_change(off))
     console = make_console()
     console.print(
         f"Fitted into {format_bytes(forecast.budget_bytes or 0)}, {BUDGET_PERCENT}% of the plain step's "
@@ -124,7 +124,10 @@ def print_fit(fitted: recollect.Fitted) -> None:
     )
     console.print(table)
     regions = count_noun(len(fitted.plan.regions), "module")
-    console.print(f"{regions} recomputed in part; peak over everything, parameters and optimizer state included.")
+    console.print(
+        f"{regions} recomputed in part. Peak: of everything, parameters and optimizer state included. "
+        "Step: time by the clock, which other programs on this machine lengthen."
+    )
 
 
 def print_runs(runs: dict[str, Run]) -> None:

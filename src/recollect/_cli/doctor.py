@@ -29,7 +29,7 @@ def doctor(
         from recollect._cli.checks import State
         from recollect._cli.findings import examine, print_findings
 
-    with keep_stdout_clean(), show_progress("looking around", quiet=quiet) as show:
+    with keep_stdout_clean(), show_progress("checking this machine", quiet=quiet) as show:
         findings = examine(show)
     if json:
         typer.echo(write_document(findings, kind="doctor", version=_VERSION))

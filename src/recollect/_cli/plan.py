@@ -31,7 +31,7 @@ from recollect._cli.endings import loading
 from recollect._cli.planned import Outputs, explain_failure, read_budget, read_typed_tiers
 from recollect._cli.profiling import Options
 from recollect._cli.report import read_profile
-from recollect._cli.screen import fail, keep_stdout_clean, show_progress
+from recollect._cli.screen import fail, keep_stdout_clean, make_console, show_progress
 from recollect._cli.sizing import Question, find_sizes, print_sizes
 from recollect._cli.target import Function, find_target
 from recollect._core.profiles import Profile
@@ -171,4 +171,8 @@ def _search(
             with show_progress(f"trying sizes {f'on {name} ' if name else ''}of {target}", quiet=quiet) as progress:
                 found.append(find_sizes(function, one, question, progress))
     print_sizes(found, question, given)
-    return next(one.profile for one in found if one.profile is not None)
+    first = next(one for one in found if one.profile is not None)
+    if len(found) > 1:
+        make_console().print(f"The plan for {first.device}:", markup=False)
+    assert first.profile is not None
+    return first.profile

@@ -72,7 +72,7 @@ def check_path(path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
         if path.is_dir():
             fail(f"{path} is a folder: name a file in it")
         if not path.name.lower().endswith(endings):
-            fail(f"{path}: the extension says what to write; expected {' or '.join(endings)}")
+            fail(f"{path}: the extension says what to write; expected {', '.join(endings)}")
         if not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}")
         needed = path

@@ -13,7 +13,7 @@ from rich.table import Table
 from recollect._cli.endings import FAILED
 from recollect._cli.screen import ShowProgress, fail, make_console
 from recollect._cli.target import Function
-from recollect._core.numbers import format_seconds
+from recollect._core.numbers import format_rate, format_seconds
 from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 
@@ -118,7 +118,7 @@ def print_sizes(found: Sequence[Found], question: Question, given: Mapping[str, 
             if not row.value:
                 table.add_row(row.way, "none fits")
                 continue
-            rate = f"{row.value / row.step_s:,.4g}" if row.step_s else ""
+            rate = format_rate(row.value / row.step_s) if row.step_s else ""
             size = format_bytes(row.peak_bytes)
             table.add_row(row.way, f"{row.value:,}", size, format_seconds(row.step_s), rate)
         make_console().print(table)

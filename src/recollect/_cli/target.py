@@ -93,13 +93,23 @@ def find_target(text: str, *, lets_open: bool = False) -> Script | Function:
     if not colon or not where or not all(part.isidentifier() for part in name.split(".")):
         if text.endswith(".py"):
             _refuse_path(Path(text))
-        fail(f"target {text!r}: {_FORMS}")
+        fail(f"target {text!r}: {_FORMS}{_guess(text)}")
     is_file = where.endswith(".py") or len(Path(where).parts) > 1 or Path(where).is_file()
     module = _load_file(Path(where)) if is_file else _load_module(where)
     found = Function(name=text, function=_find_function(module, name, where), module=module)
     if not lets_open:
         _ = found.call  # refuses what it cannot be called with
     return found
+
+
+def _guess(text: str) -> str:
+    """What to end an error with that refuses a text: the target that it may stand for, if there is such a file."""
+    if Path(f"{text}.py").is_file():
+        return f"; did you mean '{text}.py', or a function in it, '{text}:function'?"
+    where, dot, name = text.rpartition(".")
+    if dot and name.isidentifier() and Path(f"{where.replace('.', '/')}.py").is_file():
+        return f"; did you mean '{where}:{name}'?"
+    return ""
 
 
 def _check_ending(path: Path) -> None:
@@ -137,8 +147,10 @@ def _load_file(path: Path) -> ModuleType:
 
 def _find_function(module: ModuleType, name: str, where: str) -> Any:
     found: Any = module
-    for part in name.split("."):
+    for count, part in enumerate(name.split(".")):
         if not hasattr(found, part):
+            if count:
+                where = f"{where}:{'.'.join(name.split('.')[:count])}"
             its = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
             own = [key for key in its if getattr(vars(found)[key], "__module__", None) == module.__name__]
             near = hint_nearest(part, its) or (f"; it has {', '.join(own)}" if own else "")

@@ -44,6 +44,25 @@ def format_share(part: float, whole: float) -> str:
     return "<1%" if 0 < percent < 1 else f"{percent:.0f}%"
 
 
+def format_change(share: float) -> str:
+    """Write a change, a share of what was, as percent with its sign; what rounds to nothing has no minus.
+
+    >>> format_change(0.0731), format_change(-0.2), format_change(-0.0001)
+    ('+7.3%', '-20.0%', '+0.0%')
+    """
+    return f"{round(share, 3) + 0.0:+.1%}"
+
+
+def format_rate(number: float) -> str:
+    """Write how many a second with four digits, or all of those before the point.
+
+    >>> format_rate(14_117.3), format_rate(1_559.04), format_rate(3.14159)
+    ('14,117', '1,559', '3.142')
+    """
+    whole = len(f"{abs(number):.0f}")
+    return f"{number:,.{max(0, 4 - whole)}f}"
+
+
 def _three_digits(number: float) -> str:
     whole = len(f"{abs(number):.0f}")
     return f"{number:.{max(0, 3 - whole)}f}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from recollect._core.forecasts import Forecast, PlannedRegion
 from recollect._core.levers import PlannedLever
+from recollect._core.numbers import format_change
 from recollect._core.units import count_noun, format_bytes
 
 _HEAD = ("regions", "class", "how", "kept", "holds", "plain", "again")
@@ -71,11 +72,11 @@ def describe_forecast(forecast: Forecast) -> list[str]:
         + (f"; budget {forecast.budget}" if forecast.budget else "")
         + (f"; at {forecast.peak_at}" if forecast.peak_at else "")
     ]
-    time = f"step {_format_s(forecast.step_s)}, {forecast.overhead:+.1%} over the plain step's "
+    time = f"step {_format_s(forecast.step_s)}, {format_change(forecast.overhead)} over the plain step's "
     time += _format_s(forecast.plain_step_s)
     if forecast.lower_bound_s is not None and forecast.gap is not None:
-        best = forecast.overhead - forecast.gap
-        time += f"; at best {best:+.1%} by recomputation alone, {_format_s(forecast.lower_bound_s)}"
+        least = format_change(forecast.overhead - forecast.gap)
+        time += f"; recomputation alone costs at least {least}, {_format_s(forecast.lower_bound_s)}"
     lines.append(time)
     if forecast.allowance_bytes:
         lines.append(
@@ -84,10 +85,13 @@ def describe_forecast(forecast: Forecast) -> list[str]:
         )
     if forecast.measured_peak_bytes is not None:
         off = forecast.measured_peak_bytes / peak - 1
-        lines.append(f"measured peak {format_bytes(forecast.measured_peak_bytes)}, {off:+.1%} against the prediction")
+        measured = f"measured peak {format_bytes(forecast.measured_peak_bytes)}"
+        lines.append(f"{measured}, {format_change(off)} against the prediction")
     if forecast.measured_step_s is not None:
         off = forecast.measured_step_s / forecast.step_s - 1 if forecast.step_s else 0.0
-        lines.append(f"measured step {_format_s(forecast.measured_step_s)}, {off:+.1%} against the prediction")
+        lines.append(
+            f"measured step {_format_s(forecast.measured_step_s)}, {format_change(off)} against the prediction"
+        )
     return lines
 
 

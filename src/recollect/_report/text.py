@@ -116,11 +116,11 @@ def _headline(profile: Profile, found: Answer) -> Iterator[RenderableType]:
 def _suggestions(found: Answer) -> RenderableType | None:
     if not found.suggestions:
         return None
-    lines: list[RenderableType] = []
+    table = Table.grid(padding=(0, 1, 0, 0))
     for number, one in enumerate(found.suggestions, 1):
-        lines.append(show(f"{number}. {one.what}: {one.gives}"))
-        lines.append(Padding(show(one.code, "cyan"), (0, 0, 0, 5)))
-    return _section("what would help, best first", *lines)
+        table.add_row(f"{number}.", show(f"{one.what}: {one.gives}"))
+        table.add_row("", Padding(show(one.code, "cyan"), (0, 0, 0, 2)))
+    return _section("what would help, best first", table)
 
 
 def _judgement(profile: Profile) -> RenderableType | None:
@@ -332,9 +332,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _label(branch: Branch) -> Text:
-    name = f"{'  ' * branch.depth}{branch.label or '(model)'}"
-    return show(f"{name}  {branch.kind}" if branch.kind else name)
+def _label(branch: Branch) -> RenderableType:
+    """A module and its class; where they do not fit in one line, the class goes below the name."""
+    name = branch.label or "(model)"
+    return Padding(show(f"{name}  {branch.kind}" if branch.kind else name), (0, 0, 0, 2 * branch.depth))
 
 
 def _times(count: int) -> str:

@@ -49,7 +49,7 @@ class FrontierChart {
     this.bytes = [Math.max(0, Math.min(...peaks) - 0.06 * wide), Math.max(...peaks) + 0.06 * wide];
     this.seconds = [Math.max(0, Math.min(...times) - 0.1 * high), Math.max(...times) + 0.14 * high];
     const [left, right] = [EDGE.left + 10, width - EDGE.right];
-    const [top, ground] = [10, FRONTIER_HEIGHT - 2 * EDGE.bottom];
+    const [top, ground] = [24, FRONTIER_HEIGHT - 2 * EDGE.bottom];
     const place = (value, [from, to], start, end) => start + ((value - from) / (to - from)) * (end - start);
     this.x = (bytes) => place(bytes, this.bytes, left, right);
     this.y = (seconds) => place(seconds, this.seconds, ground, top);
@@ -76,7 +76,10 @@ class FrontierChart {
       );
     }
     const middle = (this.left + this.right) / 2;
-    parts.push(draw("text", { class: "tick", x: middle, y: FRONTIER_HEIGHT - 6, "text-anchor": "middle" }, "peak memory"));
+    parts.push(
+      draw("text", { class: "tick", x: this.left - 8, y: 12, "text-anchor": "end" }, "step time"),
+      draw("text", { class: "tick", x: middle, y: FRONTIER_HEIGHT - 6, "text-anchor": "middle" }, "peak memory"),
+    );
     return parts;
   }
 

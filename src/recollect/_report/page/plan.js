@@ -19,11 +19,12 @@ function findWithin(budget) {
   return found < 0 ? alternatives.length - 1 : found;
 }
 
-/** The smallest budget with two digits behind the point that leads to a plan: what one would write. */
-function writeBudget(peak) {
+/** A budget as one would write it, with two digits behind the point, and never less than a plan of this peak needs. */
+function writeBudget(budget, peak) {
   const needed = peak / (1 - data.margin_share);
   const [unit, name] = needed >= 2 ** 30 ? [2 ** 30, "GiB"] : needed >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
-  return `${(Math.ceil((100 * needed) / unit) / 100).toFixed(2)}${name}`;
+  const hundredths = Math.max(Math.ceil((100 * needed) / unit), Math.round((100 * budget) / unit));
+  return `${(hundredths / 100).toFixed(2)}${name}`;
 }
 
 function showHead() {
@@ -87,7 +88,7 @@ function show(budget, at = findWithin(budget)) {
   showFacts(alternatives[at], isAsked);
   const after = isAsked && data.is_outline ? "at most what the plan takes at its peak" : "as the plan is predicted to run";
   byId("timeline-lead").textContent = `Before: the plain step, ${data.source}. After: ${after}.`;
-  byId("code").replaceChildren(makePaste(`recollect.fit(model, batch, budget="${writeBudget(peak)}")`));
+  byId("code").replaceChildren(makePaste(`recollect.fit(model, batch, budget="${writeBudget(budget, peak)}")`));
   curves.show([before, { step: makeTrack(alternatives[at]), label: "After" }], budget);
   showRegions(alternatives[at].regions, isAsked ? data.levers : []);
 }
