@@ -133,7 +133,7 @@ def test_an_optimizer_by_name_has_its_state_counted(invoke: Invoke) -> None:
         (["nowhere:make", "--html", "."], ". is a folder: name a file in it"),
         (["nowhere:make", "--json", LONG], f"{LONG} cannot be written: File name too long"),
         (["train:"], "target 'train:': expected module:function, path/to/file.py:function or path/to/script.py"),
-        (["train"], "target 'train': expected module:function, path/to/file.py:function or path/to/script.py"),
+        (["tests"], "target 'tests': expected module:function, path/to/file.py:function or path/to/script.py"),
         (["trian.py"], "there is no file trian.py; did you mean 'train.py'?"),
         (["trian.py:make_model"], "there is no file trian.py; did you mean 'train.py'?"),
         (["no/train.py"], "there is no file no/train.py, nor a folder no"),

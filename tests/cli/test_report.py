@@ -27,6 +27,7 @@ def test_a_profile_is_printed_without_escape_codes_where_it_is_piped(invoke: Inv
     done = invoke("report", "step.json")
     assert (done.code, done.err) == (0, "")
     assert "peak" in done.out
+    assert "recollect profile ... --dry --device H100" in " ".join(done.out.split())
     assert "\x1b" not in done.out
 
 

@@ -9,6 +9,7 @@ import typer
 from recollect._cli.endings import loading, writing_output
 from recollect._cli.screen import fail, say, show_progress
 from recollect._core.profiles import Profile
+from recollect._core.spelling import options_typed
 
 ENDINGS = (".html", ".png", ".svg", ".pdf", ".trace.json", ".txt", ".json")
 
@@ -129,7 +130,8 @@ def make_report(profile: Profile, to: Path | None = None, *, against: Profile | 
     with loading():
         from recollect._inspect.report import report as make
 
-    make(profile, to, against=against, top=top)
+    with options_typed():
+        make(profile, to, against=against, top=top)
 
 
 def print_report(profile: Profile, *, against: Profile | None, top: int) -> None:

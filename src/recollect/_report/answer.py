@@ -17,6 +17,7 @@ from recollect._core.held import find_held
 from recollect._core.numbers import format_flops, format_seconds, format_share
 from recollect._core.patterns import compile_pattern
 from recollect._core.profiles import Profile
+from recollect._core.spelling import choose_words
 from recollect._core.units import format_bytes
 from recollect._report.summary import PeakRow, find_peak
 
@@ -85,7 +86,10 @@ def answer(profile: Profile, gains: Sequence[Gain] = ()) -> Answer:
 def _say_fit(profile: Profile, peak_bytes: int) -> str:
     has, device = profile.capacity_bytes, profile.device or "the device"
     if not has:
-        return 'To see if it fits on a GPU, estimate it for one: recollect.profile(..., dry=True, device="H100").'
+        how = choose_words(
+            'recollect.profile(..., dry=True, device="H100")', "recollect profile ... --dry --device H100"
+        )
+        return f"To see if it fits on a GPU, estimate it for one: {how}."
     would = "would " if profile.is_dry else ""
     if peak_bytes > has:
         return (

@@ -2,6 +2,7 @@
 // as marks with letters, what was measured as a cross.
 
 const FRONTIER_HEIGHT = 320;
+const LABEL_WIDTH = 130;
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
 class FrontierChart {
@@ -125,18 +126,29 @@ class FrontierChart {
     const point = this.points[this.chosen];
     const { cx, cy } = this.center(point);
     const isLate = cx > (this.left + this.right) / 2;
-    const place = { x: cx + (isLate ? -12 : 12), y: cy - 10, "text-anchor": isLate ? "end" : "start" };
+    const above = { x: cx + (isLate ? -12 : 12), y: cy - 10, "text-anchor": isLate ? "end" : "start" };
+    const below = { x: cx - 12, y: cy + 20, "text-anchor": "end" }; // the staircase goes down to the right
+    const hasRoom = cx - 12 - LABEL_WIDTH > this.left;
+    const place = hasRoom && this.countMarks(above) > this.countMarks(below) ? below : above;
     return [
       draw("circle", { class: "chosen", cx, cy, r: 6.5 }),
       draw("text", { class: "mark after", ...place }, `${formatBytes(point.peak_bytes)}, ${formatSeconds(point.step_s)}`),
     ];
   }
 
+  /** How many marks a label at this place would lie on. */
+  countMarks({ x, y, "text-anchor": anchor }) {
+    const [from, to] = anchor === "end" ? [x - LABEL_WIDTH, x] : [x, x + LABEL_WIDTH];
+    const marks = [...this.policies, this.plain, this.measured].filter(Boolean).map((one) => this.center(one));
+    return marks.filter(({ cx, cy }) => cx > from - 10 && cx < to + 10 && Math.abs(cy - (y - 4)) < 16).length;
+  }
+
   drawMeasured() {
     const { cx, cy } = this.center(this.measured);
+    const isLow = cy > this.ground - 40; // where the budget is written
     return [
       draw("path", { class: "cross", d: `M${cx - 6} ${cy - 6}l12 12m0 -12l-12 12` }, this.title({ ...this.measured, name: "measured" })),
-      draw("text", { class: "mark cross-label", x: cx + 10, y: cy + 14 }, "measured"),
+      draw("text", { class: "mark cross-label", x: cx + 10, y: isLow ? cy - 8 : cy + 14 }, "measured"),
     ];
   }
 
