@@ -50,6 +50,7 @@ CAUSES = {
 _BUILTIN = (
     "A check inside recollect failed, or torch behaved as it does in none of the tested versions. Please report it."
 )
+_WRITTEN = {"type": "{class}", "did_you_mean": "did you mean ...?"}  # what stands for the results of functions
 _DEEPEST = 5
 _NOT_OURS = {
     "type",
@@ -105,7 +106,8 @@ class Entry:
         """The first sentence, or as much as tells it from others."""
         for end in re.finditer(r"(?<=[^.])[.;:](?:\s|$)|\n", self.text):
             said = self.text[: end.start()]
-            if len(re.findall(r"[A-Za-z][\w.-]*", re.sub(r"\{[^}]*\}", "", said))) >= _FEWEST_WORDS:
+            words = re.findall(r"[A-Za-z][\w.-]*", re.sub(r"\{[^}]*\}", "", said))
+            if len(words) >= _FEWEST_WORDS and said.count("{") == said.count("}"):
                 return said.strip()
         return self.text.strip()
 
@@ -113,7 +115,10 @@ class Entry:
     def cure(self) -> str:
         """What follows it: why, and what to do; from the kind of error where nothing does."""
         rest = self.text[len(self.what) :].lstrip(".;: \n")
-        return rest or CAUSES.get(self.kind, CAUSES["Warning"] if self.kind.endswith("Warning") else _BUILTIN)
+        if not rest:
+            return CAUSES.get(self.kind, CAUSES["Warning"] if self.kind.endswith("Warning") else _BUILTIN)
+        is_word = re.match(r"[a-z]+[\s,]", rest) is not None  # not code
+        return rest[0].upper() + rest[1:] if is_word else rest
 
 
 def find_entries(source: Path = SOURCE) -> tuple[list[Entry], list[str]]:
@@ -284,10 +289,31 @@ def _is_passed_on(node: ast.AST, scope: ast.AST) -> bool:
 
 
 def _placeholder(node: ast.AST) -> str:
-    """What is filled in, by the last of its names: ``{path}``."""
+    """What is filled in: ``{path}``. Of a call, what it writes; of a choice between two texts, the first."""
+    if isinstance(node, ast.IfExp):
+        texts = [one.value for one in (node.body, node.orelse) if isinstance(one, ast.Constant) and one.value]
+        return str(texts[0]) if texts else _placeholder(node.body)
+    if isinstance(node, ast.Attribute) and node.attr == "__name__":
+        return "{class}"
+    written = _placeholder_of_call(node) if isinstance(node, ast.Call) else None
+    if written is not None:
+        return written
     names = [_name_of(part) for part in ast.walk(node)]
     plain = next((name for name in names if name and not name.startswith("_")), "")
     return f"{{{plain}}}" if plain.isidentifier() else "{...}"
+
+
+def _placeholder_of_call(node: ast.Call) -> str | None:
+    """What stands for the result of a call; None if only its own name can."""
+    called = _name_of(node.func)
+    if called.lstrip("_").startswith("hint"):
+        return ""  # a question that ends some of these texts
+    if called in _WRITTEN:
+        return _WRITTEN[called]
+    if called == "count_noun" and isinstance(node.args[1], ast.Constant):
+        return f"{{number}} {node.args[1].value}s"
+    inner = _placeholder(node.args[0]) if node.args else ""
+    return None if inner in ("", "{...}") else inner
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -59,7 +59,7 @@ def test_a_text_is_split_into_what_and_what_to_do(index: ModuleType, tmp_path: P
     ((entry,), unknown) = index.find_entries(tmp_path)
     assert unknown == []
     assert (entry.kind, entry.what) == ("ValueError", "no plan fits {x}")
-    assert entry.cure == "the least is {x}. Raise the budget"
+    assert entry.cure == "The least is {x}. Raise the budget"
 
 
 def test_a_text_is_known_to_its_end_and_by_more_than_its_option(index: ModuleType, tmp_path: Path) -> None:
@@ -83,6 +83,14 @@ def f(x, hint):
         ("this cannot be meant", "this cannot be meant"),
         ("this cannot be meant", "this cannot be meant: write {hint}"),
     ]
+
+
+def test_what_is_filled_in_is_named_as_a_reader_would(index: ModuleType, tmp_path: Path) -> None:
+    message = "{short_repr(tier)} is a {type(tier).__name__} of {count_noun(n, 'part')}{hint_nearest(tier, TIERS)}"
+    source = f'def f(tier, n):\n    message = f"{message}"\n    raise ValueError(message)\n'
+    (tmp_path / "fit.py").write_text(source, "utf-8")
+    ((entry,), _) = index.find_entries(tmp_path)
+    assert entry.text == "{tier} is a {class} of {number} parts"
 
 
 def test_every_public_name_is_on_one_page_of_the_reference() -> None:

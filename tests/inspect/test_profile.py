@@ -816,7 +816,7 @@ def test_inputs_that_were_forgotten_are_named_in_the_error() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
         recollect.profile(nn.Linear(3, 2))
     assert caught.value.__notes__ == [
-        "recollect.profile was given no inputs for Linear: recollect.profile(model, *inputs)"
+        "recollect.profile was given no inputs for Linear: write recollect.profile(model, *inputs)"
     ]
 
 

@@ -179,7 +179,7 @@ def test_only_policies_are_combined(wrap: Any) -> None:
 
 def test_policies_are_not_combined_as_a_list() -> None:
     with pytest.raises(
-        TypeError, match=r"^first_match takes policies one by one, not as a list: first_match\(\*policies\)$"
+        TypeError, match=r"^first_match takes policies one by one, not as a list: write first_match\(\*policies\)$"
     ):
         policies.first_match([policies.save_all])  # type: ignore[arg-type]
 

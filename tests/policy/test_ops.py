@@ -132,7 +132,7 @@ EXPECTED = (
             f"{EXPECTED}builtin_function_or_method mm.\nThe operator beneath it may be 'aten.mm.default'.",
         ),
         (Twice.apply, f"{EXPECTED}method apply"),
-        (["aten.mm.default"], "expected operators one by one, not as a list: save_ops(*ops)"),
+        (["aten.mm.default"], "expected operators one by one, not as a list: write save_ops(*ops)"),
     ],
 )
 def test_what_is_no_operator_is_refused(op: Any, text: str) -> None:

@@ -101,7 +101,9 @@ def find_call(
 def doubt_inputs(model: Any, inputs: tuple[Any, ...], *, has_keywords: bool) -> str:
     """What to say where a model fails that was given a whole batch as one argument, or nothing; else nothing."""
     if not inputs and not has_keywords and isinstance(model, nn.Module) and not _runs_bare(model):
-        return f"recollect.profile was given no inputs for {type(model).__name__}: recollect.profile(model, *inputs)"
+        return (
+            f"recollect.profile was given no inputs for {type(model).__name__}: write recollect.profile(model, *inputs)"
+        )
     batch = inputs[0] if len(inputs) == 1 else None
     if not isinstance(batch, (tuple, list, dict)):
         return ""

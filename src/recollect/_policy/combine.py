@@ -217,7 +217,7 @@ def first_match(*policies: PolicyLike) -> Policy:
         raise ValueError(message)
     if len(policies) == 1 and isinstance(policies[0], list | tuple):
         kind = type(policies[0]).__name__
-        message = f"first_match takes policies one by one, not as a {kind}: first_match(*policies)"
+        message = f"first_match takes policies one by one, not as a {kind}: write first_match(*policies)"
         raise TypeError(message)
     parts = tuple(map(as_policy, policies))
     for part, following in itertools.pairwise(parts):

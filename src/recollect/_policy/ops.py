@@ -112,7 +112,7 @@ def _describe_unknown(text: str, name: str, names: list[str]) -> str:
 
 def _describe_stranger(op: Any) -> str:
     if isinstance(op, list | tuple | set | frozenset):
-        return f"expected operators one by one, not as a {type(op).__name__}: save_ops(*ops)"
+        return f"expected operators one by one, not as a {type(op).__name__}: write save_ops(*ops)"
     called = getattr(op, "__name__", None)
     kind = "the class" if isinstance(op, type) else type(op).__name__
     message = (
