@@ -60,7 +60,8 @@ def plan_as_html(
         f"<tr>{''.join(f'<td style=text-align:left>{html.escape(cell)}</td>' for cell in row)}</tr>"
         for row in make_rows(regions)
     )
-    text = "<br>".join(map(html.escape, [said[0].split(":")[0] + f": {_count(regions)}", *said[1:]]))
+    first = html.escape(f"{said[0].split(':')[0]}: {_count(regions)}")
+    text = "<br>".join([f"<b>{first}</b>", *map(html.escape, said[1:])])
     return f"<div><p>{text}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 

@@ -11,6 +11,7 @@ from recollect._core.units import count_noun, format_bytes
 if TYPE_CHECKING:
     from recollect._core.profiles import Profile
 
+_NUMBER = "style='text-align:right'"
 _CELL = "style='text-align:left'"
 
 
@@ -32,12 +33,12 @@ def profile_as_html(profile: Profile) -> str:
         words = (call.phase.value, call.op, f"in {call.module}" if call.module else "", call.source)
         place = f"<div>the peak is in {html.escape(', '.join(filter(None, words)))}</div>"
     rows = "".join(
-        f"<tr><td {_CELL}>{html.escape(category.value)}</td><td>{format_bytes(size)}</td></tr>"
+        f"<tr><td {_CELL}>{html.escape(category.value)}</td><td {_NUMBER}>{format_bytes(size)}</td></tr>"
         for category, size in timeline.bytes_by_category(at).items()
     )
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in profile.notes)
     return (
         f"<div><b>{html.escape(describe_profile(profile))}</b>{place}"
-        f"<table><tr><th {_CELL}>alive at the peak</th><th>bytes</th></tr>{rows}</table>"
+        f"<table><tr><th {_CELL}>alive at the peak</th><th {_NUMBER}>bytes</th></tr>{rows}</table>"
         f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
     )
