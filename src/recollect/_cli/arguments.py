@@ -75,7 +75,7 @@ TiersOption = Annotated[
     typer.Option(
         "--tiers",
         metavar="TIERS",
-        help="Values may also be moved: host (to host memory), disk, or host,disk (to disk if the host is full).",
+        help="Also move values: to host memory (host), to disk (disk), or to disk once the host is full (host,disk).",
     ),
 ]
 LeverOption = Annotated[

@@ -73,7 +73,7 @@ def bench(
     ] = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure step time against peak memory: recollect at seven budgets beside its rivals.
+    """Measure step time against peak memory: recollect at seven budgets next to its rivals.
 
     Each model, size and mode runs in a process of its own, in which the contenders take turns. Measurements are
     appended to bench.json. Run the command again to continue where it stopped: what these versions of recollect and

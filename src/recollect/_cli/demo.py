@@ -38,9 +38,9 @@ def demo(
     ),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Train a small GPT plain and with recollect, and fit it into a budget: time, memory, gradients; pages to open.
+    """Train a small GPT with and without recollect, then fit it into a budget: compare memory, time and gradients.
 
-    Runs on the CPU in well under a minute.
+    Runs on the CPU in well under a minute, and writes two pages for the browser.
 
     **Examples**
 
@@ -60,7 +60,7 @@ def demo(
     write_report(after, html, against=before, top=20, quiet=True)
     console = make_console(soft_wrap=True)
     console.print("In your own code:  recollect.apply(model, recollect.policies.save_attention)", markup=False)
-    console.print(f"Report, {PLAIN} against '{ATTENTION}', tensor by tensor: {html.resolve()}", markup=False)
+    console.print(f"Report, '{PLAIN}' against '{ATTENTION}', tensor by tensor: {html.resolve()}", markup=False)
     with show_progress("fitting", quiet=quiet) as show:
         fitted = fit_run(runs[PLAIN], before.peak_bytes * BUDGET_PERCENT // 100, show)
     print_fit(fitted)
@@ -70,7 +70,7 @@ def demo(
     console.print(
         'In your own code:  recollect.fit(model, batch, loss=..., optimizer=..., budget="40GiB")', markup=False
     )
-    console.print(f"Page, what every other budget would give: {page.resolve()}", markup=False)
+    console.print(f"Page with a slider over all budgets: {page.resolve()}", markup=False)
 
 
 def make_rules() -> dict[str, Any]:

@@ -16,7 +16,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Write the findings as JSON, and nothing else.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Say what this machine has, how fast it moves bytes, and which features work here; takes some seconds.
+    """Check this machine: what it has, how fast it moves bytes, which features work. Takes a few seconds.
 
     Ends with exit code 1 if something that recollect needs is broken.
 

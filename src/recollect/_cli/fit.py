@@ -50,8 +50,8 @@ def fit(
     """Fit a training step into a budget, and measure it: profile, plan, apply, run, compare, correct.
 
     TARGET is a function, as for `recollect profile`. Its step runs under the plan; if that takes more than the budget,
-    a tighter plan is made. Measured figures are printed beside the predicted ones. The plan is written to plan.json for
-    `recollect.apply`, and plan.html shows what other budgets would give.
+    a tighter plan is made. Measured figures are printed next to the predicted ones. The plan is written to plan.json
+    for `recollect.apply`, and plan.html shows what other budgets would give.
 
     **Exit codes**: 0 done, 1 nothing fits or the target's code failed, 2 wrong usage.
 

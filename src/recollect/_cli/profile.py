@@ -50,15 +50,15 @@ def profile(
 ) -> None:
     """Profile one training step: what is in memory at the peak, and what put it there.
 
-    A **function** is called without arguments. If it has parameters, as `train_step(model, batch)` does, it is given
-    the module's variables of the same names. It returns what to profile:
+    A **function** is called without arguments. If it has parameters, as `train_step(model, batch)` does, it gets the
+    module's variables of the same names. It returns what to profile:
 
     - a model, or `(model, *inputs)`: its forward and backward; the output is the loss, or is summed to one;
     - a mapping with `model`, `inputs` (a mapping: by keyword), `kwargs`, `loss` (output to loss), `optimizer`, `step`;
     - a function that runs a step, or returns its loss: it runs once, and is profiled while it runs again;
     - anything else, such as a loss: the function itself was the step, and is profiled while it runs again.
 
-    If memory runs out, recollect says what was alive, and which modules to recompute to make room.
+    If memory runs out, recollect says what was in memory, and which modules to recompute to make room.
 
     A **script** runs as a program, with ARGS, until its optimizer has taken its second step (--step). That step
     is profiled, then the script is stopped.
