@@ -25,14 +25,19 @@ def main() -> None:
     up, down = torch.randn(128, 512, requires_grad=True), torch.randn(512, 128, requires_grad=True)
     torch.manual_seed(1)
     wanted = torch.autograd.grad(block(x, up, down).sum(), (x, up, down))
-    for policy in (None, policies.save_matmuls, policies.save_names("hidden"), keep_expensive):
+    for name, policy in {
+        "full recomputation": None,
+        "save_matmuls": policies.save_matmuls,
+        "save_names('hidden')": policies.save_names("hidden"),
+        "a function of your own": keep_expensive,
+    }.items():
         region = recollect.checkpoint(block, policy=policy, name="block")
         torch.manual_seed(1)
         found = torch.autograd.grad(region(x, up, down).sum(), (x, up, down))
         equal = all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-        print(f"{policy}: gradients {'equal' if equal else 'DIFFER'}")
+        print(f"{name}: gradients {'equal' if equal else 'DIFFER'}")
         if policy is not None:
-            print(recollect.explain(region))
+            print(recollect.explain(region), end="\n\n")
 
 
 if __name__ == "__main__":
