@@ -1,6 +1,8 @@
 """The public names are exactly these, and each one explains itself."""
 
 import inspect
+import pickle
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +12,7 @@ import recollect
 import recollect.compat
 import recollect.compat.composable
 import recollect.compat.higher_order
+from recollect._core import errors as errors_module
 
 RECOLLECT = [
     "Applied",
@@ -129,6 +132,16 @@ def test_public_names_exist_and_have_a_docstring(module: ModuleType, name: str) 
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
 def test_public_functions_have_an_example(module: ModuleType, name: str) -> None:
     assert lacks_example(getattr(module, name)) is False
+
+
+def test_exceptions_are_named_as_users_catch_them_and_can_be_pickled() -> None:
+    errors = [one for one in map(vars(errors_module).get, recollect.__all__) if one is not None]
+    assert len(errors) > 5
+    for kind in errors:
+        given = ("full", 3) if kind is recollect.BudgetError else ("full",)
+        loaded = pickle.loads(pickle.dumps(kind(*given)))
+        assert type(loaded) is kind
+        assert traceback.format_exception_only(loaded) == [f"recollect.{kind.__name__}: full\n"]
 
 
 def test_the_version_is_the_one_that_is_to_be_cited() -> None:

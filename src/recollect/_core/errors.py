@@ -70,3 +70,20 @@ class BudgetError(RecollectError, ValueError):
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, int]]:
         return type(self), (str(self), self.smallest_bytes)
+
+
+# Tracebacks name them as users catch them: recollect.BudgetError.
+for _error in (
+    RecollectError,
+    CheckpointError,
+    MismatchError,
+    ChangedInputError,
+    TransformError,
+    CaptureError,
+    OffloadError,
+    TierFullError,
+    CompileError,
+    BudgetError,
+):
+    _error.__module__ = "recollect"
+del _error
