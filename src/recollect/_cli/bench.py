@@ -167,7 +167,7 @@ def print_measured(measured: "Measured") -> None:
     from recollect._bench.compare import compare
 
     cell = measured.cell
-    look = ", a look" if measured.is_quick else ""
+    look = ", a quick look" if measured.is_quick else ""
     table = Table(
         title=f"{cell.model}, {cell.size}, {cell.mode}{look}: {measured.shape}; {cell.device}, torch {cell.torch}",
         title_justify="left",
@@ -185,7 +185,7 @@ def print_measured(measured: "Measured") -> None:
                 table.add_row(one.contender, f"{one.value:,}", size, format_seconds(one.step_s))
         _print_table(table, {one.contender: one.failed for one in measured.reaches if one.failed})
         return
-    for column in ("peak", "share", "step", "cost", "ours"):
+    for column in ("peak", "share", "step", "cost", "recollect"):
         table.add_column(column, justify="right", no_wrap=True)
     rows = compare(measured)
     for row in rows:
@@ -203,6 +203,11 @@ def print_measured(measured: "Measured") -> None:
         )
     failed = {row.figure.contender: row.figure.failed or "no figures" for row in rows if row.cost is None}
     _print_table(table, failed)
+    if any(row.is_rival for row in rows):
+        make_console().print(
+            "share: of the plain step's activations. cost: over the plain step's time. recollect: the cost of its "
+            "fastest plan that takes no more memory; red where it loses, none where there is no such plan."
+        )
 
 
 def _print_table(table: Table, failed: dict[str, str]) -> None:
