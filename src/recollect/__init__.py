@@ -45,4 +45,5 @@ def __getattr__(name: str) -> object:
 def __dir__() -> list[str]:
     from recollect import _public
 
-    return sorted({*globals(), *_public.__all__, *_ON_FIRST_USE})
+    own = (name for name in globals() if name.startswith("_"))  # not what this file imports
+    return sorted({*own, *_public.__all__, *_ON_FIRST_USE})

@@ -487,3 +487,4 @@ def test_compat_and_integrations_are_there_without_another_import() -> None:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "'compat'" in done.stdout
+        assert "'sys'" not in done.stdout
