@@ -140,8 +140,8 @@ def check_free(chosen: Chosen, targets: list[Target]) -> None:
         why = target.refusal
         if why is None and stand_in_of(target.module) is not None:
             why = (
-                "an earlier recollect.apply has made it a region: remove that first, with "
-                "recollect.remove(model) or handle.remove()"
+                "it already is one, from an earlier recollect.apply or fit.\n"
+                "Call recollect.remove(model), or remove() on what that call returned, and apply again"
             )
         if why is not None:
             message = f"module '{target.name}' ({type(target.module).__name__}) cannot be made a region: {why}"
@@ -178,7 +178,7 @@ def check_sendable(chosen: Chosen) -> None:
             continue
         why = target.refusal
         if why is None and sent_forward_of(target.module) is not None:
-            why = "an earlier recollect.apply offloads it already: remove that first (handle.remove())"
+            why = "an earlier recollect.apply offloads it already.\nCall recollect.remove(model) first"
         if why is not None:
             message = f"module '{target.name}' ({type(target.module).__name__}) cannot be offloaded: {why}"
             raise ValueError(message)
