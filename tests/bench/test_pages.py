@@ -109,3 +109,12 @@ def test_what_takes_far_longer_is_named_with_its_number() -> None:
     near = draw_frontier("Llama", replace(MEASURED, figures=(PLAIN, OURS, WORSE)))
     assert b"slow: +500% at 50%" in picture
     assert b"off the scale" not in near
+
+
+def test_plans_that_may_use_host_memory_have_a_line_of_their_own() -> None:
+    pytest.importorskip("matplotlib")
+    from recollect._bench.plot import draw_frontier
+
+    sent = replace(OURS, contender=f"{OURS.contender}, host")
+    assert b"recollect, host memory" in draw_frontier("Llama", replace(MEASURED, figures=(PLAIN, OURS, sent)))
+    assert b"host memory" not in draw_frontier("Llama", replace(MEASURED, figures=(PLAIN, OURS)))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _OURS = "#0b5cad"
 _RIVALS = ("#d88015", "#75138b", "#3f7d20", "#a33b12", "#296e84", "#8d5b1d", "#5c6570", "#262f4c")
 _MARKS = "os^Dv<>PX*"
+_HOST = ", host"  # how plans of ours are called that may use host memory
 _FAR = 1.5  # times the plain step: what costs more is named beside the points
 _PANEL, _ALONE, _LINE = (5.5, 3.2), (7.5, 3.8), 0.22  # inches: a panel, one that is alone, a line of text
 
@@ -32,7 +33,7 @@ def draw_frontiers(title: str, cells: Mapping[tuple[str, str], Measured | None])
     lines = max(1, -(-len(drawn) // columns))
     width, height = _ALONE if columns == 1 else _PANEL
     beside = 4 if columns > 1 else 3  # columns of the legend
-    foot = _LINE * (1 + -(-(len(looks) + 1) // beside))
+    foot = _LINE * (1 + -(-(len(looks) + 2) // beside))
     head = _LINE * (2 if missing else 1) + 0.1
     with mpl.rc_context({"svg.hashsalt": "recollect", "font.size": 9}):
         picture = Picture(figsize=(width * columns, height * lines + head + foot), facecolor=PAPER)
@@ -92,7 +93,11 @@ def _draw_panel(panel: Axes, title: str, rows: list[Row], looks: Mapping[str, tu
     mine.sort(key=_share)
     near = [_cost(row) for row in rows if _cost(row) <= _FAR or row in mine]
     top = max(0.05, 1.1 * max(near))
-    panel.plot([_share(row) for row in mine], [_cost(row) for row in mine], "-o", color=_OURS, label=OURS, zorder=3)
+    sends = [row for row in mine if row.figure.contender.endswith(_HOST)]
+    stays = [row for row in mine if row not in sends]
+    panel.plot(*_points(stays), "-o", color=_OURS, label=OURS, zorder=3)
+    if sends:
+        panel.plot(*_points(sends), "--o", color=_OURS, markerfacecolor=PAPER, label=f"{OURS}{_HOST} memory", zorder=3)
     far = []
     for row in (row for row in rows if row.is_rival):
         mark, colour = looks[row.figure.contender]
@@ -104,6 +109,10 @@ def _draw_panel(panel: Axes, title: str, rows: list[Row], looks: Mapping[str, tu
         text = "\n".join(["off the scale ↑", *far])
         panel.text(0.99, 0.98, text, ha="right", va="top", color=FAINT, fontsize=8, transform=panel.transAxes)
     panel.set_ylim(top=top * 1.04)
+
+
+def _points(rows: list[Row]) -> tuple[list[float], list[float]]:
+    return [_share(row) for row in rows], [_cost(row) for row in rows]
 
 
 def _share(row: Row) -> float:
