@@ -216,6 +216,28 @@ def test_sizes_that_values_decide_do_not_undo_what_was_proven() -> None:
         assert_same(gradients(ours, module, x), gradients(module, module, x))
 
 
+class Unrolled(nn.Module):
+    """Makes as many products as the sequence is long, into which it writes, then one that it does not write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.up, self.down = nn.GRU(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(self.up(self.cells(x)[0]).relu_())
+        return found
+
+
+def test_a_call_that_goes_another_way_is_served_nothing_that_is_not_proven() -> None:
+    """A longer sequence: what was learned to be the last product is one of those that are written into."""
+    torch.manual_seed(0)
+    module = Unrolled()
+    ours = recollect.checkpoint(module, policy=policies.save_matmuls)
+    for length in (24, 24, 16, 16, 20, 20, 12, 24):
+        x = torch.randn(length, 4, 8, generator=torch.Generator().manual_seed(length))
+        assert_same(gradients(ours, module, x), gradients(module, module, x))
+
+
 def test_from_the_third_size_on_nothing_is_learned_and_nothing_grows(pair: tuple[Ordinary, Ordinary]) -> None:
     plain, ours = pair
     region = recollect.checkpoint(ours, policy=policies.save_matmuls)

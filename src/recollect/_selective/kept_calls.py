@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from recollect._core.errors import MismatchError
+from recollect._core.operators import operator_of
 from recollect._core.scope import is_last_recomputation
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload, offload_decided
 from recollect._selective.kept_call import Hooks, KeptCall
-from recollect._selective.nested import KeptInside
+from recollect._selective.nested import KeptInside, is_of_operator
 
 Key = tuple[Any, ...]
 """An operator or block, and which call of it.
@@ -113,6 +114,11 @@ class KeptCalls:
                 self._miss(key)
             else:
                 call.hand_to(hooks)
+
+    def keep_choices(self) -> None:
+        """Let go of what operators gave, but for choices, which nobody writes into; blocks stay."""
+        for key in [key for key in self.calls if is_of_operator(key) and not operator_of(key[0]).is_routing]:
+            del self.calls[key]
 
     def _send(self) -> None:
         """Hand over what is to live elsewhere; it leaves as soon as nobody else holds it."""

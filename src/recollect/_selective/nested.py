@@ -34,6 +34,11 @@ class _OuterDecision:
 _KEPT, _NOT_KEPT = _OuterDecision(is_kept=True), _OuterDecision(is_kept=False)
 
 
+def is_of_operator(key: tuple[Any, ...]) -> bool:
+    """Whether a kept call is one of an operator: those are numbered apart by grad mode, which blocks are not."""
+    return len(key) > 2  # noqa: PLR2004
+
+
 class KeptInside:
     """The calls that one execution of an inner region handed over, in order; None until its forward is over."""
 
@@ -49,7 +54,7 @@ class KeptInside:
     @property
     def has_ops(self) -> bool:
         """Whether single operators are among them."""
-        return any(len(key) > 2 for key in self.keys or ())  # noqa: PLR2004 (blocks have no grad mode)
+        return any(map(is_of_operator, self.keys or ()))
 
     def decide(self, func: Any, _operator: Any, call: int, *_: Any) -> _OuterDecision:
         """Whether this call of an operator was kept."""

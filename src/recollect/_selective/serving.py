@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect._core.operators import operator_of
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth, quick_alias
 from recollect._core.torch_private.intercept import Interception
@@ -102,6 +103,12 @@ class Serving(Server):
     def serve_nothing(self) -> None:
         """What was kept does not fit: from now on everything runs again."""
         self.is_off = True
+
+    def serve_choices(self) -> None:
+        """What was kept may not be what its operators gave: give nothing but choices, which nobody writes into."""
+        choosing = {id(op) for op in self.forward.ops if operator_of(op).is_routing}
+        for call in [call for call in self.calls if call[0] not in choosing]:
+            del self.calls[call]
 
     def check(self, recorder: Recorder | Collector) -> Pack:
         """Each operator is asked after how many saved tensors it is met."""

@@ -236,6 +236,8 @@ class SelectiveWay(ServedWay):
             self._again.knows_states = (decisions.draws is not False or not draws) and not decisions.has_backward
         decisions.draws = bool(decisions.draws) or draws
         is_as_learned = self._is_as_learned(frame, mode)
+        if not is_as_learned:
+            self._doubt(mode)
         if self._is_decided_outside:
             pass  # what it keeps was decided elsewhere: there is nothing to learn
         elif asker is None:
@@ -249,6 +251,16 @@ class SelectiveWay(ServedWay):
         if frame.way is not self:
             frame.recompute_context = None  # all that is kept is bound
         self._asker = self._again = self._serving = None
+
+    def _doubt(self, mode: KeepingMode | None) -> None:
+        """Another way was taken than learned: calls may have other numbers, and nothing is proven of what was kept.
+
+        One may have been written into that is held as it is. What was chosen is still what was chosen.
+        """
+        if self._serving is not None:
+            self._serving.serve_choices()
+        elif self._again is not None and mode is not None and mode.ops is not None and not mode.proves:
+            self._again.kept_calls.keep_choices()
 
     def _must_see_all(self, frame: Frame, asker: Asker, mode: KeepingMode | None) -> bool:
         """Whether it is not enough to intercept what is kept.
