@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from recollect._plan.names import find_named, name_kept
@@ -138,41 +139,68 @@ def weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal) 
 
 
 def _weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal, seen: Rehearsal) -> Weighed:
-    start, end = backward_of(problem, segment)
     turn = problem.forward_count - 1
-    from_step = seen.places[start - 1] + 1
+    forward_bytes, backward_bytes = 0, 0
+    first, *later = _group_runs(problem, segment)
+    for runs in (first, *later):
+        start, end = _backward_of(problem, runs)
+        forward, backward = _find_shift(problem, plain, runs, first)
+        from_step = seen.places[start - 1] + 1
+        forward_bytes = max(forward_bytes, forward + seen.most_bytes(runs[0].first, runs[-1].stop))
+        if end > start:
+            backward_bytes = max(backward_bytes, backward + seen.most_bytes(from_step, seen.places[end - 1] + 1))
     return Weighed(
         option=option,
         freed_bytes=plain.bytes_while(turn) - seen.bytes_while(turn),
-        forward_bytes=seen.most_bytes(segment.runs[0].first, segment.runs[-1].stop),
-        backward_bytes=seen.most_bytes(from_step, seen.places[end - 1] + 1) if end > start else 0,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
         again_s=seen.again_s,
     )
 
 
-def backward_of(problem: Problem, segment: Segment) -> tuple[int, int]:
-    """The backward calls from the first that asks for a value of the segment to after the last that is of it."""
-    starts = [run.start for run in segment.runs if run.start is not None]
+def _group_runs(problem: Problem, segment: Segment) -> list[tuple[Run, ...]]:
+    """The runs of a segment, apart where others save something between them.
+
+    What others hold then is theirs to free: a dropout that runs before and after all blocks need not wait for it.
+    """
+    groups = [segment.runs[:1]]
+    for before, run in itertools.pairwise(segment.runs):
+        if problem.saves_between(before.stop, run.first):
+            groups.append((run,))
+        else:
+            groups[-1] = (*groups[-1], run)
+    return groups
+
+
+def _backward_of(problem: Problem, runs: Sequence[Run]) -> tuple[int, int]:
+    """The backward calls from the first that asks for a value of the runs to after the last that is of them."""
+    starts = [run.start for run in runs if run.start is not None]
     start = min(starts, default=problem.forward_count)
-    return start, max([start, *(run.end for run in segment.runs)])
+    return start, max([start, *(run.end for run in runs)])
 
 
 def move(weighed: Weighed, problem: Problem, plain: Rehearsal, here: Segment, there: Segment) -> Weighed:
     """What was weighed for a segment, for another one of its type: all that differs is how much is there before it."""
     if here is there:
         return weighed
-
-    def before(segment: Segment) -> tuple[int, int]:
-        start, _ = backward_of(problem, segment)
-        first = segment.runs[0].first
-        return plain.bytes_while(max(first - 1, 0)), plain.bytes_while(start - 1)
-
-    forward, backward = (other - own for own, other in zip(before(here), before(there), strict=True))
+    forward, backward = _find_shift(problem, plain, *(_group_runs(problem, one)[0] for one in (here, there)))
     return replace(
         weighed,
         forward_bytes=weighed.forward_bytes + forward,
         backward_bytes=weighed.backward_bytes + backward,
     )
+
+
+def _find_shift(problem: Problem, plain: Rehearsal, here: Sequence[Run], there: Sequence[Run]) -> tuple[int, int]:
+    """How much more the plain step has before other runs than before these, in forward and in backward."""
+
+    def before(runs: Sequence[Run]) -> tuple[int, int]:
+        forward = plain.bytes_while(max(runs[0].first - 1, 0))
+        start, end = _backward_of(problem, runs)
+        return forward, plain.bytes_while(start - 1) if end > start else forward
+
+    (forward, backward), (other_forward, other_backward) = before(here), before(there)
+    return other_forward - forward, other_backward - backward
 
 
 def without_worse(weighed: Iterable[Weighed]) -> list[Weighed]:

@@ -171,6 +171,15 @@ class Problem:
                 changes[len(self.calls) if end is None else max(end, start, 0)] -= self.sizes[at]
         return list(itertools.accumulate(changes[:-1]))
 
+    @functools.cached_property
+    def _saving(self) -> list[int]:
+        """The forward calls that save something, in order."""
+        return sorted({by for savers in self.saved_by.values() for by in savers})
+
+    def saves_between(self, first: int, stop: int) -> bool:
+        """Whether one of these forward calls saves something."""
+        return bisect.bisect_left(self._saving, first) < bisect.bisect_left(self._saving, stop)
+
     def is_sent(self, storage: int, runs: Sequence[Run]) -> bool:
         """Whether a storage leaves the device if what these runs save is sent away."""
         savers = self.saved_by[storage]
