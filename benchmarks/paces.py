@@ -88,7 +88,8 @@ def predict(work: Work, plan: Plan | None) -> Times:
         first.append(len(phases))
     host, device = [], []
     for stop in first:
-        done = problem.prices.queue(found.calls[:stop], [one for one in found.host_s if one[0] < stop])
+        more = [([step for step in some if step < stop], seconds) for some, seconds in found.host_s]
+        done = problem.prices.queue(found.calls[:stop], more)
         host.append(done.host_s)
         device.append(done.wall_s)
     return (device, []) if problem.prices.plain is None else (host, device)

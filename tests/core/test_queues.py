@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from recollect._core.calls import OpCall, Storage, Value
 from recollect._core.queues import find_joins, queue
 
 
@@ -47,5 +48,12 @@ def test_a_step_without_calls_takes_no_time() -> None:
 
 
 def test_reading_a_result_is_a_join() -> None:
-    assert find_joins(["aten.nonzero.default", "aten.add.Tensor", "aten.item.default"]) == (0, 2)
+    calls = [OpCall(op=op) for op in ("aten.nonzero.default", "aten.add.Tensor", "aten.item.default")]
+    assert find_joins(calls, []) == (0, 2)
     assert queue([1.0, 1.0], [5.0, 1.0], joins=(0,)).host_s == pytest.approx(7.0)
+
+
+def test_nobody_waits_for_the_device_to_read_what_is_on_the_host() -> None:
+    read = OpCall(op="aten._local_scalar_dense.default", inputs=(Value(storage=0),))
+    assert find_joins([read], [Storage(bytes=4, device="cpu")]) == ()
+    assert find_joins([read], [Storage(bytes=4)]) == (0,)

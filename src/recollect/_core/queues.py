@@ -12,6 +12,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from recollect._core.calls import OpCall, Storage
+
 _READING = (
     "aten._local_scalar_dense",
     "aten.bincount",
@@ -35,11 +37,13 @@ class Queued:
         wall_s: when both are.
         last_wait: the last call that the device had to wait for, by its number: what the host does before it makes the
             step longer, what it does after it need not; -1 if it never waits.
+        count: how many calls there are.
     """
 
     host_s: float
     wall_s: float
     last_wait: int
+    count: int
 
 
 def queue(host_s: Sequence[float], device_s: Sequence[float], joins: Iterable[int] = ()) -> Queued:
@@ -51,7 +55,7 @@ def queue(host_s: Sequence[float], device_s: Sequence[float], joins: Iterable[in
         joins: the calls at which the host waits for what the device gives, in order; see `find_joins`.
 
     >>> queue([3.0, 3.0, 2.0], [1.0, 1.0, 8.0])  # all three are launched, then the last one runs
-    Queued(host_s=8.0, wall_s=16.0, last_wait=2)
+    Queued(host_s=8.0, wall_s=16.0, last_wait=2, count=3)
     """
     host, device, last_wait, first = 0.0, 0.0, -1, 0
     for join in (*joins, len(host_s) - 1):
@@ -68,13 +72,24 @@ def queue(host_s: Sequence[float], device_s: Sequence[float], joins: Iterable[in
         if stop < len(host_s):
             host = max(host, device)
         first = stop
-    return Queued(host_s=host, wall_s=max(host, device), last_wait=last_wait)
+    return Queued(host_s=host, wall_s=max(host, device), last_wait=last_wait, count=len(host_s))
 
 
-def find_joins(ops: Iterable[str]) -> tuple[int, ...]:
-    """The calls, by their numbers, whose results the host reads.
+def find_joins(calls: Sequence[OpCall], storages: Sequence[Storage]) -> tuple[int, ...]:
+    """The calls, by their numbers, whose results the host reads from the device.
 
-    >>> find_joins(["aten.mm.default", "aten._local_scalar_dense.default"])
+    What is on the host anyway it need not wait for, such as the counters of an optimizer.
+
+    >>> from recollect._core.calls import Value
+    >>> number = OpCall(op="aten._local_scalar_dense.default", inputs=(Value(storage=0),))
+    >>> find_joins([OpCall(op="aten.mm.default"), number], [Storage(bytes=4)])
     (1,)
+    >>> find_joins([number], [Storage(bytes=4, device="cpu")])
+    ()
     """
-    return tuple(number for number, op in enumerate(ops) if op.startswith(_READING))
+    return tuple(
+        number
+        for number, call in enumerate(calls)
+        if call.op.startswith(_READING)
+        and (not call.inputs or any(not storages[value.storage].device for value in call.inputs))
+    )

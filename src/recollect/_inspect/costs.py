@@ -37,7 +37,7 @@ def cost_calls(
     from recollect._profile.dry.roofline import estimate_host_s, estimate_s, find_host_costs  # brings much along
 
     matmul = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    joins = set(find_joins(call.op for call in calls))
+    joins = set(find_joins(calls, storages))
     costs = []
     for number, call in enumerate(calls):
         device_s, host_s = call.device_s, call.host_s

@@ -12,7 +12,7 @@ import itertools
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from recollect._core.calls import OpCall, Phase
@@ -71,7 +71,7 @@ class Prices:
         self.seconds = _smooth(calls, [call.seconds for call in calls])
         self.device_s = _smooth(calls, [call.device_s for call in calls])
         self.host_s = _smooth(calls, [call.host_s for call in calls])
-        self._joins = set(find_joins(call.op for call in calls))
+        self._joins = set(find_joins(calls, profile.storages))
         self._turn = profile.forward_count
         self._end = next((at for at, call in enumerate(calls) if call.phase is Phase.OPTIMIZER), len(calls))
         is_on_host = profile.host_s is None or profile.device_s is None
@@ -80,13 +80,17 @@ class Prices:
 
     def again_s(self, call: int) -> float:
         """What it costs to make a forward call again, at this pace."""
+        return self._again_s[call]
+
+    @property
+    def _again_s(self) -> list[float]:
         if self.plain is None:
-            return self.seconds[call]
-        return self.host_s[call] if self.pace.counts_backward else self.device_s[call]
+            return self.seconds
+        return self.host_s if self.pace.counts_backward else self.device_s
 
     def sum_up(self, added: Added) -> float:
         """How much longer the step takes at this pace, if nothing but what is added matters."""
-        own_s = sum(map(self.again_s, added.calls)) + added.waits_s
+        own_s = sum(map(self._again_s.__getitem__, added.calls)) + added.waits_s
         forward_s = added.forward_s if self.pace.counts_forward else 0.0
         return own_s + forward_s + (added.backward_s if self.pace.counts_backward else 0.0)
 
@@ -95,26 +99,31 @@ class Prices:
         spare = map(operator.sub, self.device_s[: self._turn], self.host_s[: self._turn])
         return list(itertools.accumulate(spare, initial=0.0))
 
-    def queue(self, steps: Sequence[int], more: Sequence[tuple[int, float]]) -> Queued:
+    def queue(self, steps: Sequence[int], more: Iterable[tuple[Sequence[int], float]]) -> Queued:
         """How host and device work through steps.
 
         Args:
             steps: the call of each.
-            more: steps, and what the host does for them beyond launching.
+            more: some steps, and what the host does for each of them beyond launching.
         """
-        host_s = [self.host_s[call] for call in steps]
-        for step, seconds in more:
-            host_s[step] += seconds
+        host_s = list(map(self.host_s.__getitem__, steps))
+        for some, seconds in more:
+            for step in some:
+                host_s[step] += seconds
         joins = [step for step, call in enumerate(steps) if call in self._joins] if self._joins else ()
-        return queue(host_s, [self.device_s[call] for call in steps], joins)
+        return queue(host_s, list(map(self.device_s.__getitem__, steps)), joins)
 
-    def read_pace(self, steps: Sequence[int], queued: Queued | None) -> Pace:
-        """What set the pace where host and device worked through steps."""
+    def read_pace(self, places: Sequence[int], queued: Queued | None) -> Pace:
+        """What set the pace where host and device worked through steps.
+
+        Args:
+            places: for each call of the plain step, the step at which it runs for the first time.
+            queued: how they did.
+        """
         if queued is None:
             return Pace.HOST
         last = queued.last_wait
-        turn = next((step for step, call in enumerate(steps) if call >= self._turn), len(steps))
-        end = next((step for step, call in enumerate(steps) if call >= self._end), len(steps))
+        turn, end = (places[call] if call < len(places) else queued.count for call in (self._turn, self._end))
         if last >= (turn + end) // 2:
             return Pace.HOST
         return Pace.FORWARD if last >= turn // 2 else Pace.DEVICE

@@ -58,7 +58,7 @@ class Rehearsal:
     again_s: float
     step_s: float
     pace: Pace
-    host_s: Sequence[tuple[int, float]]
+    host_s: Sequence[tuple[Sequence[int], float]]
 
     @property
     def peak_bytes(self) -> int:
@@ -224,28 +224,28 @@ class _Stage:
             made = self._at[run.stop - 1] + 1
             yield _Trip(storage=storage, made=made, free=made, asked=first, stop=ends.get(storage, self._before[end]))
 
-    def _time(self, again_s: float, waits_s: float, more: Sequence[tuple[int, float]]) -> tuple[float, Pace]:
+    def _time(self, again_s: float, waits_s: float, more: Sequence[tuple[Sequence[int], float]]) -> tuple[float, Pace]:
         """How long the step takes, and what sets its pace."""
         problem, prices = self._problem, self._problem.prices
         if prices.plain is None:
             return problem.plain_s + again_s, Pace.HOST
         if not self._chosen:
-            return problem.plain_s, prices.read_pace(self._steps, prices.plain)
+            return problem.plain_s, prices.read_pace(self._at, prices.plain)
         found = prices.queue(self._steps, more)
         more_s = max(0.0, found.wall_s - prices.plain.wall_s) + waits_s
-        return problem.plain_s + more_s, prices.read_pace(self._steps, found)
+        return problem.plain_s + more_s, prices.read_pace(self._at, found)
 
-    def _spread(self) -> Iterator[tuple[int, float]]:
-        """The steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
+    def _spread(self) -> Iterator[tuple[Sequence[int], float]]:
+        """Steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
         again: dict[int, list[int]] = {}
         for step, index in self._owners.items():
             again.setdefault(index, []).append(step)
         for index, (run, _) in enumerate(self._chosen):
             forward_s, backward_s = self._host_s[index]
             own = range(self._at[run.first], self._at[run.stop - 1] + 1)
-            yield from ((step, forward_s / len(own)) for step in own)
-            later = again.get(index) or [self._at[moment] for moment, _ in run.asks]
-            yield from ((step, backward_s / len(later)) for step in later)
+            yield own, forward_s / len(own)
+            if later := again.get(index) or [self._at[moment] for moment, _ in run.asks]:
+                yield later, backward_s / len(later)
 
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
         """Run again: what that makes, and until when it holds what it reads."""
@@ -279,8 +279,9 @@ class _Stage:
         """What is made again, by run and storage: the step that makes it, and the last recomputed one that uses it."""
         problem = self._problem
         made: dict[tuple[int, int], list[int]] = {}
+        parts = [(treatment.kept, self._forgotten(index)) for index, (_, treatment) in enumerate(self._chosen)]
         for step, index in self._owners.items():
-            call, (_, treatment), forgotten = self._steps[step], self._chosen[index], self._forgotten(index)
+            call, (kept, forgotten) = self._steps[step], parts[index]
             for storage in problem.reads[call]:
                 copy = made.get((index, storage))
                 if copy is not None:
@@ -288,7 +289,7 @@ class _Stage:
                 elif storage not in forgotten:
                     self._hold(ends, storage, step + 1)
             for storage in problem.makes[call]:
-                if storage not in treatment.kept:
+                if storage not in kept:
                     made[index, storage] = [step, step]
                 elif problem.sizes[storage]:
                     copies.append((step, step + 1, problem.sizes[storage]))  # a second one, dropped at once
