@@ -39,15 +39,17 @@ def choose_options(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_b
     costs[0] = 0.0
     stages: list[_Stage] = []
     for options in chain:
-        stage = _Stage(np, size)
-        for number, weighed in enumerate(options):
-            needed = max(weighed.forward_bytes, weighed.backward_bytes) - budget_bytes
-            first = max(0, needed) // unit  # whoever judges sees if that was too little
-            step = (weighed.freed_bytes + unit // 2) // unit
-            if first < size:
-                stage.relax(costs[first:] + weighed.again_s, first, step, number)
-        stages.append(stage)
-        costs = stage.costs
+        # Too little freed before an option that needs more: whoever judges sees it.
+        moves = [
+            (
+                max(0, max(weighed.forward_bytes, weighed.backward_bytes) - budget_bytes) // unit,
+                (weighed.freed_bytes + unit // 2) // unit,
+                weighed.again_s,
+            )
+            for weighed in options
+        ]
+        stages.append(_Stage(np, costs, moves))
+        costs = stages[-1].costs
     needed = max(0, rest_bytes - budget_bytes) // unit
     ends = costs[needed:]
     if not np.isfinite(ends).any():
@@ -78,53 +80,60 @@ def can_fit(chain: Sequence[Sequence[Weighed]], rest_bytes: int, budget_bytes: i
 
 
 class _Stage:
-    """What is known after a segment, by bytes freed so far, in units: the least time, and which option led there.
+    """What is known after a segment, by bytes freed so far, in units: the least time.
+
+    Which option led to a place is found when somebody asks: that is a few places of thousands.
 
     Args:
         np: numpy.
-        size: how many numbers of bytes there are.
+        before: the least time before the segment.
+        moves: of each option, the least that must have been freed before, how much it frees (less than nothing where it
+            takes more), and how long it takes.
 
     Attributes:
         costs: the least time.
     """
 
-    def __init__(self, np: Any, size: int) -> None:
-        self._np, self._last = np, size - 1
-        self.costs = np.full(size, np.inf)
-        self._choices = np.full(size, -1, dtype=np.int32)
-        self._steps: dict[int, int] = {}
-        self._ends: dict[int, int] = {}  # of the two ends, which many places lead to: from which one
+    def __init__(self, np: Any, before: Any, moves: Sequence[tuple[int, int, float]]) -> None:
+        self._before, self._moves, self._last = before, moves, len(before) - 1
+        self.costs = costs = np.full(len(before), np.inf)
+        known = int(np.flatnonzero(before < np.inf).max(initial=0)) + 1  # none has freed as much as that
+        room = np.empty(known)
+        first_s = last_s = float("inf")
+        for first, step, seconds in moves:
+            low, high = self._cut(first, step)
+            stop = min(high, known)
+            if low < stop:
+                best = costs[low + step : stop + step]
+                np.minimum(best, np.add(before[low:stop], seconds, out=room[: stop - low]), out=best)
+            if first < low:
+                first_s = min(first_s, float(before[first:low].min()) + seconds)
+            if high < known:
+                last_s = min(last_s, float(before[high:known].min()) + seconds)
+        costs[0], costs[-1] = first_s, last_s
 
-    def relax(self, reached: Any, first: int, step: int, number: int) -> None:
-        """Take an option where it is quicker than what is known.
-
-        Args:
-            reached: the time with it, for each place from `first` on.
-            first: the least that must have been freed before.
-            step: how much it frees; less than nothing where it takes more.
-            number: of the option.
-        """
-        self._steps[number] = step
-        last, costs = self._last, self.costs
-        stop = last + 1
-        low = min(max(first, 1 - step), stop)  # from here to `high`: lead to places between the ends
-        high = min(max(first, last - step), stop)
-        if low < high:
-            inner = reached[low - first : high - first]
-            known = costs[low + step : high + step]
-            self._np.copyto(self._choices[low + step : high + step], number, where=inner < known)
-            self._np.minimum(known, inner, out=known)
-        for end, start, until in ((0, first, low), (last, high, stop)):
-            if start < until:
-                part = reached[start - first : until - first]
-                best = int(part.argmin())
-                if part[best] < costs[end]:
-                    costs[end], self._choices[end], self._ends[end] = part[best], number, start + best
+    def _cut(self, first: int, step: int) -> tuple[int, int]:
+        """From where to where an option leads to places between the two ends: below and above many lead to one."""
+        last = self._last
+        low = first if first + step > 0 else min(1 - step, last + 1)
+        high = max(low, last - step)
+        return low, min(high, last + 1)
 
     def trace(self, at: int) -> tuple[int, int]:
         """The option that led to a place, and from where."""
-        number = int(self._choices[at])
-        return number, self._ends[at] if at in self._ends else at - self._steps[number]
+        wanted = self.costs[at]
+        for number, (first, step, seconds) in enumerate(self._moves):
+            low, high = self._cut(first, step)
+            if at in {0, self._last}:
+                start, stop = (first, low) if not at else (high, self._last + 1)
+            else:
+                start = at - step
+                stop = start + (low <= start < high)
+            part = self._before[start:stop]
+            if len(part) and part.min() + seconds == wanted:
+                return number, start + int(part.argmin())
+        message = "no option leads here"
+        raise AssertionError(message)
 
 
 def _import_numpy() -> Any:

@@ -22,7 +22,7 @@ from recollect._plan.waists import find_waists
 from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
 
 _SLICES = 12
-_CALLS_IN_FULL = 300  # a run of more is looked at less closely: it is one of few, and its parts are looked at too
+_CALLS_IN_FULL = 300  # of a run of more, corners do: the others take a second each, and its parts are looked at too
 _NEAR = 0.2  # of a slice
 _LONGEST_S = 1.0
 _HALF, _LEAST = 0.5, 1e-6
@@ -92,14 +92,14 @@ def _try_slices(program: IntegerProgram) -> Iterator[frozenset[int]]:
 
     A corner is the quickest for its own bytes, and soon found: where one has nearly as many, no other is looked for.
     """
-    share = min(1.0, _CALLS_IN_FULL / max(1, program.count_calls()))
-    corners = list(program.find_corners(round(_MOST_CORNERS * share)))
+    corners = list(program.find_corners())
     yield from corners
+    if program.count_calls() > _CALLS_IN_FULL:
+        return
     sizes = [program.count_bytes(kept) for kept in corners]
-    slices = max(1, round(_SLICES * share))
-    for number in range(slices + 1):
-        most_bytes = program.plain_bytes * number // slices
-        if any(0 <= most_bytes - size <= _NEAR * program.plain_bytes / slices for size in sizes):
+    for number in range(_SLICES + 1):
+        most_bytes = program.plain_bytes * number // _SLICES
+        if any(0 <= most_bytes - size <= _NEAR * program.plain_bytes / _SLICES for size in sizes):
             continue
         kept = program.solve(most_bytes)
         if kept is not None:
