@@ -22,7 +22,7 @@ from recollect._plan.waists import find_waists
 from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
 
 _SLICES = 12
-_CALLS_IN_FULL = 300  # of a run of more, corners do: the others take a second each, and its parts are looked at too
+_CALLS_IN_FULL = 150  # of a run of more, corners do: the others take a second each, and its parts are looked at too
 _NEAR = 0.2  # of a slice
 _LONGEST_S = 1.0
 _HALF, _LEAST = 0.5, 1e-6
