@@ -90,6 +90,15 @@ def find_joins(calls: Sequence[OpCall], storages: Sequence[Storage]) -> tuple[in
     return tuple(
         number
         for number, call in enumerate(calls)
-        if call.op.startswith(_READING)
+        if reads_values(call.op)
         and (not call.inputs or any(not storages[value.storage].device for value in call.inputs))
     )
+
+
+def reads_values(op: str) -> bool:
+    """Whether the host reads what an operator is given: a number, or how much of it there is.
+
+    >>> reads_values("aten.nonzero.default"), reads_values("aten.mm.default")
+    (True, False)
+    """
+    return op.startswith(_READING)

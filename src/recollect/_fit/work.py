@@ -17,11 +17,14 @@ from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.problem import Problem
+from recollect._plan.segments import find_chains
 from recollect._plan.solvers.bound import Bound
 from recollect._plan.tiers import DISK, TIERS, read_tiers, spell_tiers
+from recollect._plan.ways import cuts_by_choice
 from recollect._profile.links import measure_disk, measure_pinned
 
 _MARGIN_DEVICE, _MARGIN_DRY, _MARGIN_HOST = 0.01, 0.03, 0.002
+_MARGIN_CUT = 0.01  # experts get more tokens in one step than in another; see docs/fit.md for what that covers
 _MARGIN_SENT = 0.005  # copies may fall behind their timetable; within 0.06% of the predicted peak on an H200
 _OVERHEADS, _SENDING, _LINK = "overheads", "overheads of sending", "link to"  # what profiles keep that was measured
 _PCIE_BYTES_PER_S = 50e9  # generation 5; 25e9 before
@@ -46,6 +49,12 @@ class Work:
             known = None if self._here is None else self._here.frontier(progress)
             self._frontier = find_frontier(self.problem, candidates=standard, known=known, progress=progress)
         return self._frontier
+
+    @functools.cached_property
+    def cuts_by_choice(self) -> bool:
+        """Whether sizes inside of some block depend on what it chooses: they are others in the next step."""
+        chains = find_chains(self.problem)
+        return any(cuts_by_choice(self.problem, run) for chain in chains[:1] for one in chain for run in one.runs)
 
     @functools.cached_property
     def bound(self) -> Bound:
@@ -149,7 +158,9 @@ def _measure_link(tier: str, profile: Profile) -> float:
 
 def find_margin_share(profile: Profile, *, sends: bool = False) -> float:
     """How far a plan stays below a budget, as a part of it: for what a profile does not see, of copies above all."""
-    sent = _MARGIN_SENT if sends and profile.clock is not Clock.HOST else 0.0
+    more = _MARGIN_SENT if sends and profile.clock is not Clock.HOST else 0.0
+    if work_for(profile, None).cuts_by_choice:
+        more += _MARGIN_CUT
     if profile.is_dry:
-        return _MARGIN_DRY + sent
-    return _MARGIN_HOST if profile.clock is Clock.HOST else _MARGIN_DEVICE + sent
+        return _MARGIN_DRY + more
+    return (_MARGIN_HOST if profile.clock is Clock.HOST else _MARGIN_DEVICE) + more

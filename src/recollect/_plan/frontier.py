@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from recollect._plan.options import Option
 from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem
-from recollect._plan.recipes import Recipe, list_away, list_recipes
+from recollect._plan.recipes import Recipe, group_alike, list_away, list_recipes
 from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import Segment, find_chains
 from recollect._plan.ways import can_replay
@@ -93,6 +93,7 @@ def find_frontier(
     search.expected = len(chains) * _EXPECTED
     if all(can_replay(problem, segment.runs[0]) for chain in chains[:1] for segment in chain):
         chains = chains[:1]  # whatever parts of blocks can be made to do, replay of the block does
+    chains = [*chains[:1], *(chain for chain in chains[1:] if not _treats_experts_apart(problem, chains[0], chain))]
     for chain in chains:
         for name, choice in candidates(chain) if candidates is not None and known is None else ():
             search.judge(name, choice)
@@ -112,6 +113,15 @@ def find_frontier(
     for _ in range(_REFINEMENTS):
         search.solve(list(search.find_between()))
     return Frontier(points=_without_worse(search.judged), candidates=tuple(search.judged))
+
+
+def _treats_experts_apart(problem: Problem, blocks: Sequence[Segment], chain: Sequence[Segment]) -> bool:
+    """Whether segments of a chain are parts of a block that it makes as large as it chooses: see `group_alike`."""
+    for block in blocks:
+        inside = [segment for segment in chain if segment.path.startswith(f"{block.path}.")]
+        if len(group_alike(problem, block, inside)) < len(inside):
+            return True
+    return False
 
 
 class _Search:

@@ -19,7 +19,7 @@ from recollect._plan.segments import Segment, find_last_modules, find_parts
 from recollect._plan.solvers.chain import can_fit, choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
 from recollect._plan.treatments import PlannedWay, Treatment, count_host, find_held, find_recomputed, find_sent
-from recollect._plan.ways import can_replay, find_sendable
+from recollect._plan.ways import can_replay, cuts_by_choice, find_sendable, name_alike
 
 _BUDGETS = 40
 _CLOSER = 5  # times, before the second
@@ -297,14 +297,40 @@ def _combine_parts(problem: Problem, segment: Segment, plain: Rehearsal) -> Iter
     prices = sorted(
         weighed.again_s / weighed.freed_bytes for own in known.values() for weighed in own if weighed.freed_bytes > 0
     )
+    groups = group_alike(problem, segment, parts)
     for price in prices[:: max(1, len(prices) // _MOST_PRICES)]:
         best = (
-            (part, min(known[part.type], key=lambda one: one.again_s - price * one.freed_bytes * _MORE))
-            for part in parts
+            (part, option)
+            for group in groups
+            for option in [_find_best([known[part.type] for part in group], price)]
+            for part in group
         )
-        names = [(part.path.removeprefix(f"{segment.path}."), one.option) for part, one in best if one.option.acts]
+        names = [(part.path.removeprefix(f"{segment.path}."), option) for part, option in best if option.acts]
         if names:
             yield Option(parts=tuple(names))
+
+
+def group_alike(problem: Problem, segment: Segment, parts: Sequence[Segment]) -> list[list[Segment]]:
+    """Parts of a segment that must be treated the same: experts, if what it chooses says how large each of them is.
+
+    How large one is differs from step to step, all together stay the same.
+    """
+    groups: dict[str, list[Segment]] = {}
+    is_cut = cuts_by_choice(problem, segment.runs[0])
+    for part in parts:
+        groups.setdefault(name_alike(part.path) if is_cut else part.path, []).append(part)
+    is_uneven = {name: len({part.type for part in group}) > 1 for name, group in groups.items()}
+    together = [group for name, group in groups.items() if is_uneven[name]]
+    return [*together, *([part] for name, group in groups.items() if not is_uneven[name] for part in group)]
+
+
+def _find_best(choices: Sequence[Sequence[Weighed]], price: float) -> Option:
+    """Of the options that all parts of a group have, the best for all of them if a byte is worth so much time."""
+    costs: dict[Option, list[float]] = {}
+    for own in choices:
+        for one in own:
+            costs.setdefault(one.option, []).append(one.again_s - price * one.freed_bytes * _MORE)
+    return min((option for option in costs if len(costs[option]) == len(choices)), key=lambda one: sum(costs[one]))
 
 
 def find_options(problem: Problem, segment: Segment) -> list[Option]:

@@ -8,16 +8,26 @@ switched inside of a module, arguments that may change, code that is compiled al
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator
 
 from recollect._core.calls import OpCall
 from recollect._core.pace import is_bound_by_host
 from recollect._core.profiles import Clock
+from recollect._core.queues import reads_values
 from recollect._plan.problem import Problem, Run
 from recollect._plan.treatments import PlannedWay, Treatment, find_recomputed
 
 _GIVEN_COPIES = ("aten.addmm.", "aten.baddbmm.", "aten.bmm.", "aten.convolution.", "aten.mm.")
 _CASTS = "aten._to_copy."  # what is also laid out anew has other strides, and is not given
+_SIZED_BY_VALUES = (
+    "aten.masked_select",
+    "aten.nonzero",
+    "aten.repeat_interleave.Tensor",
+    "aten._unique",
+    "aten.unique",
+)
+_NUMBERS = re.compile(r"(?<![^._])\d+(?=\.|$)")
 _PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its own calls it
 
 
@@ -43,13 +53,13 @@ def can_replay(problem: Problem, run: Run) -> bool:
     """Whether a run can be replayed if what is kept lets it.
 
     Not if it overwrites what something else has a view of, reads buffers that it updates, takes memory that others
-    fill, assigns to parts of tensors, talks to other processes, calls TorchScript, or is so small that an accelerator
-    would wait for the host.
+    fill, assigns to parts of tensors, talks to other processes, calls TorchScript, cuts tensors by what it chooses (see
+    `cuts_by_choice`), or is so small that an accelerator would wait for the host.
     """
     known: dict[tuple[str, int], bool] = problem.derived.setdefault("can replay", {})
     key = (run.path, run.first)
     if key not in known:
-        known[key] = _can_replay(problem, run)
+        known[key] = not cuts_by_choice(problem, run) and _can_replay(problem, run)
     return known[key]
 
 
@@ -73,6 +83,56 @@ def _can_replay(problem: Problem, run: Run) -> bool:
         result_bytes=sum(value.bytes for number in calls for value in problem.calls[number].outputs),
         calls=len({place_of_call(problem, number) for number in calls}),
     )
+
+
+def cuts_by_choice(problem: Problem, run: Run) -> bool:
+    """Whether the sizes inside of a run depend on what it chooses, as those of experts do that get their tokens.
+
+    They are others in the next step, and no program holds. Either a call gives as much as values say, or after one that
+    chooses, numbers are read from tensors, or one line of code gives results of several lengths: on the CPU, nobody
+    sees `tolist`.
+    """
+    known: dict[tuple[str, int], bool] = problem.derived.setdefault("cuts by choice", {})
+    key = (run.path, run.first)
+    if key not in known:
+        known[key] = _cuts_by_choice(problem, run)
+    return known[key]
+
+
+def _cuts_by_choice(problem: Problem, run: Run) -> bool:
+    calls = problem.calls[run.first : run.stop]
+    if any(call.op.startswith(_SIZED_BY_VALUES) or _takes_by_mask(call) for call in calls):
+        return True
+    first = next((at for at, call in enumerate(calls) if call.is_routing), len(calls))
+    lengths: dict[object, int] = {}
+    for call in calls[first:]:
+        if reads_values(call.op) and not call.op.startswith("aten.bincount"):  # whose length is mostly given
+            return True
+        is_split = call.op.startswith("aten.split_with_sizes")
+        shapes = [value.shape for value in call.outputs if value.shape] if call.source else []
+        for place, shape in enumerate(shapes):
+            line = (line_of(call), len(shape), 0 if is_split else place)
+            if lengths.setdefault(line, shape[0]) != shape[0]:
+                return True
+    return False
+
+
+def _takes_by_mask(call: OpCall) -> bool:
+    return call.op.startswith("aten.index.") and any(value.dtype == "bool" for value in call.inputs[1:])
+
+
+def line_of(call: OpCall) -> tuple[str, str, str]:
+    """What the calls have in common that one line of code makes, for one expert after the other."""
+    return call.op, name_alike(call.module), call.source
+
+
+def name_alike(path: str) -> str:
+    """The path of a module, the same for all that a list or a dict has under numbers.
+
+    >>> name_alike("mlp.experts.11.up"), name_alike("mlp.experts.expert_3"), name_alike("norm1")
+    ('mlp.experts.*.up', 'mlp.experts.expert_*', 'norm1')
+    """
+    return _NUMBERS.sub("*", path)
 
 
 def _is_plain_write(problem: Problem, run: Run, number: int, storage: int) -> bool:

@@ -19,7 +19,16 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.highs import Model
 from recollect._plan.treatments import PlannedWay
 from recollect._plan.waists import find_waists
-from recollect._plan.ways import can_be_kept, find_copied, find_copying, find_forced, find_groups, find_held_for
+from recollect._plan.ways import (
+    can_be_kept,
+    cuts_by_choice,
+    find_copied,
+    find_copying,
+    find_forced,
+    find_groups,
+    find_held_for,
+    line_of,
+)
 
 _SLICES = 12
 _CALLS_IN_FULL = 150  # of a run of more, corners do: the others take a second each, and its parts are looked at too
@@ -107,18 +116,28 @@ def _try_slices(program: IntegerProgram) -> Iterator[frozenset[int]]:
 
 
 def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
-    """Options for a run that runs again as a whole: calls are kept in the order of seconds saved for each byte."""
+    """Options for a run that runs again as a whole: calls are kept in the order of seconds saved for each byte.
+
+    Where a run cuts tensors by what it chooses, all that one line of code gives is kept or nothing: how large a part is
+    differs from step to step, all parts together stay the same.
+    """
     kept = set(find_forced(problem, run))
-    prices: list[tuple[float, int]] = []
+    together: defaultdict[object, list[int]] = defaultdict(list)
+    is_cut = cuts_by_choice(problem, run)
     for number in range(run.first, run.last_needed):
-        size = sum(problem.sizes[storage] for storage in problem.makes[number])
-        if size and number not in kept and can_be_kept(problem, run, number):
-            prices.append((problem.prices.again_s(number) / size, number))
+        if number not in kept and can_be_kept(problem, run, number):
+            call = problem.calls[number]
+            together[line_of(call) if is_cut and call.source else number].append(number)
+    prices = [
+        (sum(map(problem.prices.again_s, numbers)) / size, numbers)
+        for numbers in together.values()
+        if (size := sum(problem.sizes[storage] for number in numbers for storage in problem.makes[number]))
+    ]
     yield keep_calls(problem, run, kept)
     best = sorted(prices, reverse=True)
     step = max(1, len(best) // _SLICES)
-    for place, (_, number) in enumerate(best, 1):
-        kept.add(number)
+    for place, (_, numbers) in enumerate(best, 1):
+        kept.update(numbers)
         if place <= _SLICES // 2 or place % step == 0:
             yield keep_calls(problem, run, kept)
 
