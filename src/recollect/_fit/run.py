@@ -234,7 +234,7 @@ def _gradients_present(model: nn.Module) -> Iterator[None]:
 def keep_within(profile: Profile, model: nn.Module) -> Profile:
     """The profile with modules of this model only: what a step does outside of it cannot become a region.
 
-    Calls after the first of backward keep their names: a second forward is refused by them.
+    Calls after the first of backward keep their names: a second forward is known by them.
     """
     paths = set(by_name(find_targets(model)))
     if paths.issuperset(entry.path for entry in profile.modules):

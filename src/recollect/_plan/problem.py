@@ -25,6 +25,7 @@ from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.prices import Prices
 from recollect._plan.refusals import refuse_unplannable
+from recollect._plan.rounds import take_round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ class Problem:
 
     Attributes:
         plain: the step as it was profiled.
-        profile: the step as regions will find it: the same, unless they change it; see `Profile.under_regions`.
+        profile: the step as regions will find it: the same, unless they change it, see `Profile.under_regions`, or it
+            runs forward and backward several times, see `rounds.py`.
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
         overheads: what regions cost the host, by their ways; whoever has measured it here sets it.
         may_join: whether a region may forget what the one before gave it; see `joins.py`.
@@ -84,13 +86,14 @@ class Problem:
         derived: what solvers have found for parts of it, by their own keys: it holds for all parts that are the same.
 
     Raises:
-        ValueError: the step has no backward, more than one, or was profiled under regions.
+        ValueError: the step has no backward, needs what another forward saved, or was profiled under regions.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.plain = profile
         profile = profile.under_regions or profile
         refuse_unplannable(profile)
+        profile = take_round(profile)
         self.profile = profile
         self.link_bytes_per_s: float | None = None
         self.overheads: Mapping[str, Overhead] = USUAL

@@ -7,10 +7,10 @@ from recollect._core.profiles import Profile
 
 
 def refuse_unplannable(profile: Profile) -> None:
-    """Raise unless the step is a plain one, with one forward and one backward.
+    """Raise unless the step is a plain one, with a forward and a backward; see `rounds.py` for several.
 
     Raises:
-        ValueError: it has no backward, more than one, or recomputes already.
+        ValueError: it has no backward, or recomputes already.
     """
     again = next((call for call in profile.calls if call.phase is Phase.RECOMPUTATION), None)
     regions = next((call.region for call in profile.calls if call.region), "")
@@ -38,12 +38,3 @@ def refuse_unplannable(profile: Profile) -> None:
             "a step that runs one (a model, or a function that calls `loss.backward()`)"
         )
         raise ValueError(message)
-    for number in range(first, len(profile.calls)):
-        call = profile.calls[number]
-        if call.phase is Phase.FORWARD and call.outputs and call.module:
-            message = (
-                f"call {number} ({call.op} in {call.module}) belongs to forward and comes after backward has begun: "
-                "only a step with one forward and one backward can be planned.\nFor a step that accumulates gradients, "
-                "pass one micro-batch; for one that trains several models in turn, the part that trains this one"
-            )
-            raise ValueError(message)
