@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import recollect
 from recollect._core.calls import Phase
 from recollect._core.scope import watcher
 from recollect._core.torch_private.dispatch import DispatchMode
+from recollect._core.torch_private.fake import is_fake
 from tests.inspect.states import assert_same, state_of
 
 
@@ -287,7 +289,9 @@ def test_what_a_first_forward_sets_up_works_afterwards(dry: bool) -> None:
     assert len(model.layer._forward_hooks) == 1
 
 
-def test_schedulers_and_scalers_are_as_they_were() -> None:
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("dry", [False, True])
+def test_schedulers_and_scalers_are_as_they_were(dry: bool, steps_before: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
@@ -303,13 +307,63 @@ def test_schedulers_and_scalers_are_as_they_were() -> None:
     def state() -> tuple[object, ...]:
         return scheduler.last_epoch, scheduler.get_last_lr(), scaler.get_scale(), scaler._get_growth_tracker()
 
-    for _ in range(3):
+    for _ in range(steps_before):
         step()
     before = state()
-    recollect.profile(step)
+    recollect.profile(step, dry=dry)
     assert state() == before
     step()
-    assert scheduler.last_epoch == 4
+    assert scheduler.last_epoch == steps_before + 1
+    assert all(not is_fake(p.grad) for p in model.parameters() if p.grad is not None)
+
+
+class Bank:
+    """What a model or a step remembers from one step to the next, in an object of no special kind."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.all: list[tuple[Tensor, str]] = []
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bank = nn.Linear(16, 4), Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        self.bank.last = found.detach()
+        return found
+
+
+_last: Tensor | None = None
+
+
+def test_no_fake_tensor_stays_where_a_dry_step_has_put_it() -> None:
+    model, bank, kept = Remembering(), Bank(), torch.zeros(())
+    states: dict[str, Any] = {"hidden": X, "of parts": {}}
+    losses: deque[Tensor] = deque(maxlen=4)
+    seen: set[Tensor] = set()
+
+    def step() -> None:
+        nonlocal kept
+        global _last  # noqa: PLW0603 (as in a notebook)
+        loss = model(states["hidden"]).sum()
+        loss.backward()
+        states["hidden"], states["new"] = states["hidden"] * 2, [loss]
+        states["of parts"]["first"] = kept = _last = bank.last = loss.detach()
+        bank.all.append((kept, "loss"))
+        losses.append(loss)
+        seen.add(loss)
+
+    before = kept
+    recollect.profile(step, dry=True)
+    assert states == {"hidden": X, "of parts": {}}
+    assert kept is before
+    assert _last is bank.last is model.bank.last is None
+    assert bank.all == []
+    assert not losses
+    assert not seen
 
 
 def test_what_a_step_adds_to_a_model_at_each_run_is_there_once() -> None:

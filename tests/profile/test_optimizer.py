@@ -12,7 +12,7 @@ from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._core.torch_private.fake import is_fake
 from recollect._profile.dry.roofline import find_device
 from recollect._profile.dry.step import dry_step
-from recollect._profile.optimizer import Shadow, shadow_of, with_shadow_steps
+from recollect._profile.optimizer import Shadow, shadow_of, with_shadow_steps, without_steps
 
 SIZE = 4 * (64 * 64 + 64)  # bytes of the model below
 
@@ -298,3 +298,22 @@ def test_an_optimizer_around_another_leaves_everything_as_it_was_and_counts_all_
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not inner.state
     assert not outer.state
+
+
+@pytest.mark.parametrize("around", ["dry", "shadow", "none"])
+def test_schedulers_take_the_step_that_stands_in_for_the_optimizers_own_for_it(around: str) -> None:
+    model = trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)  # warns if it finds another step
+
+    def step() -> None:
+        optimizer.step()
+        scheduler.step()
+
+    if around == "dry":
+        with dry_step([model], (), device=find_device("cpu"), optimizers=[optimizer]):
+            step()
+    else:
+        standing_in = without_steps(optimizer) if around == "none" else None
+        with standing_in or with_shadow_steps(optimizer, lambda shadow: shadow.step(), on_cuda=False):
+            step()

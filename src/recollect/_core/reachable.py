@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from logging import Logger
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +51,52 @@ def find_reachable(kind: type[T], step: Callable[..., Any], values: Iterable[Any
         elif depth < _DEEPEST and not isinstance(value, (nn.Module, Tensor, type, ModuleType)):
             pending.extend((part, depth + 1) for part in _parts_of(value, (object,)))
     return list(found.values())
+
+
+def find_holders(step: Callable[..., Any], values: Iterable[Any]) -> list[Any]:
+    """Where a step can leave things: containers, objects' attributes and globals, as dicts, and cells of closures.
+
+    Modules are not looked into, but the objects among their attributes are.
+
+    >>> losses = []
+    >>> any(holder is losses for holder in find_holders(lambda x: losses.append(x), []))
+    True
+    """
+    holders: dict[int, Any] = {}
+    seen: set[int] = set()
+    pending = deque([(value, 0) for value in (*values, step)])
+    while pending and len(seen) < _MOST_PARTS_OF_STEP:
+        value, depth = pending.popleft()
+        if type(value) in _INERT or id(value) in seen or isinstance(value, (Tensor, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            parts = chain.from_iterable(vars(part).values() for part in value.modules())
+            pending.extend((part, depth + 1) for part in parts if hasattr(part, "__dict__"))
+            continue
+        holders.update((id(holder), holder) for holder in _holders_in(value))
+        if depth < _DEEPEST:
+            pending.extend((part, depth + 1) for part in _parts_of(value, (object,)))
+    return list(holders.values())
+
+
+def _holders_in(value: Any) -> list[Any]:
+    if type(value) is FunctionType:
+        if (value.__globals__.get("__name__") or "").startswith(_NOT_SEARCHED):
+            return []
+        return [value.__globals__, *(value.__closure__ or ())]
+    if isinstance(value, (list, dict, set, deque)):
+        return [value]
+    attributes = getattr(value, "__dict__", None)
+    return [attributes] if type(attributes) is dict else []
+
+
+def read_cell(cell: CellType) -> list[Any]:
+    """What a closure's variable is, if it is anything yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def find_roots(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Module]:

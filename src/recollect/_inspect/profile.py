@@ -18,7 +18,7 @@ from recollect._apply.function import name_of
 from recollect._core.argument_text import short_repr
 from recollect._core.authors import Role
 from recollect._core.profiles import Profile
-from recollect._core.reachable import find_reachable, find_roots
+from recollect._core.reachable import find_holders, find_reachable, find_roots
 from recollect._core.spelling import options_of, refuse_unknown
 from recollect._inspect.calling import doubt_inputs, find_call
 from recollect._inspect.step import Figures, StepProfiler
@@ -171,7 +171,15 @@ def profile_step(  # noqa: PLR0913 (as above)
     target = find_device(asked.device if device is None else device)
     with (
         learning_apart(),
-        dry_step(asked.modules, (inputs, given), device=target, dtype=dtype, optimizers=asked.optimizers) as fakes,
+        dry_step(
+            asked.modules,
+            (inputs, given),
+            device=target,
+            dtype=dtype,
+            optimizers=asked.optimizers,
+            counters=asked.counters,
+            holders=find_holders(step_or_model, asked.values),
+        ) as fakes,
     ):
         inputs, given = fakes.values
         profiler = make(optimizer=asked.optimizer, inputs=(inputs, given), dry=fakes)

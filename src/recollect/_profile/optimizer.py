@@ -16,6 +16,7 @@ How it is used, after backward::
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -36,6 +37,8 @@ from recollect._profile.snapshot import optimizers_in
 
 Kind = torch.optim.Optimizer | type[torch.optim.Optimizer]
 FakeOf = Callable[[Tensor], Tensor]
+_WAS_CALLED = "_opt_called"
+_CHANGED = ("step", _WAS_CALLED)
 Pair = tuple[Tensor, Tensor]
 """A fake tensor, and the one that it stands for."""
 
@@ -143,6 +146,7 @@ def with_fake_parameters(
     before = dict(attributes)
     step = optimizer.step
 
+    @functools.wraps(step)  # with what a scheduler has noted on it
     def step_with_answers(*args: Any, **kwargs: Any) -> Any:
         with _Answers():
             return step(*args, **kwargs)
@@ -177,12 +181,14 @@ def with_shadow_steps(
         on_cuda: whether it is to do what it would by default do on CUDA.
     """
     attributes = vars(optimizer)
-    before = {name: attributes[name] for name in ("step",) if name in attributes}
+    before = {name: attributes[name] for name in _CHANGED if name in attributes}
     step = optimizer.step
 
+    @functools.wraps(step)
     def step_by_shadow(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         if closure is not None:
             return step(closure, **options)
+        _note_call(optimizer)
         with without_dispatch_modes(), shadow_of(optimizer, (), on_cuda=on_cuda) as shadow:
             if shadow.run is not None:
                 return follow(shadow)
@@ -192,7 +198,8 @@ def with_shadow_steps(
     try:
         yield
     finally:
-        attributes.pop("step", None)
+        for name in _CHANGED:
+            attributes.pop(name, None)
         attributes.update(before)
 
 
@@ -200,18 +207,26 @@ def with_shadow_steps(
 def without_steps(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Let an optimizer not step, unless it is given a closure."""
     attributes = vars(optimizer)
-    before = {name: attributes[name] for name in ("step",) if name in attributes}
+    before = {name: attributes[name] for name in _CHANGED if name in attributes}
     step = optimizer.step
 
+    @functools.wraps(step)
     def do_not_step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        _note_call(optimizer)
         return None if closure is None else step(closure, **options)
 
     attributes["step"] = do_not_step
     try:
         yield
     finally:
-        attributes.pop("step", None)
+        for name in _CHANGED:
+            attributes.pop(name, None)
         attributes.update(before)
+
+
+def _note_call(optimizer: torch.optim.Optimizer) -> None:
+    """Note that it was called, as the step that schedulers of learning rates put in place of its own does."""
+    vars(optimizer)[_WAS_CALLED] = True
 
 
 def _try_step(optimizer: torch.optim.Optimizer) -> Exception | None:

@@ -8,7 +8,7 @@
 | whether all are (``all``) | True: checks of arguments pass |
 | whether any is (``any``) of a one-hot mask, or of choices that equal a number | True: each expert has tokens |
 | another bool (``if`` on a tensor, ``any``, ``torch.equal``) | False: nothing unusual is found, no layer is dropped |
-| which values are NaN or infinite | none |
+| which values are NaN or infinite, a ``GradScaler``'s gradients included | none |
 | where a mask is true (``nonzero``, ``where``, a mask as index) | everywhere |
 | the same of a one-hot mask, or of choices (``topk``) that equal a number | as often as on average |
 | how often a mask is true (its ``sum``) | likewise |
@@ -45,6 +45,8 @@ _PASSING_ON = ("aten.index.Tensor", "aten.index_select.default", "aten.clone.def
 _CHOOSING = frozenset({"aten.argmax.default", "aten.argmin.default", "aten.topk.default", "aten.multinomial.default"})
 """Operators that give indices."""
 _UNUSUAL = frozenset({"aten.isnan.default", "aten.isinf.default", "aten.isposinf.default", "aten.isneginf.default"})
+_UNSCALING = "aten._amp_foreach_non_finite_check_and_unscale_.default"
+"""Notes in a tensor of zeros whether a gradient is NaN or infinite."""
 _WITH_DIM = {"aten.topk.default": 2, "aten.argmax.default": 1, "aten.argmin.default": 1}
 """Where these take the dimension that they choose in."""
 _CHECKS = ("aten.all.", "aten._is_all_true.")
@@ -89,6 +91,9 @@ class Answers(DispatchMode):
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, or answer for it."""
         name = str(func)
+        if name == _UNSCALING:  # or no optimizer would step
+            self._say("a test for NaN or infinity", "no")
+            return func(*args, **kwargs)
         real = self._known.compute(func, operator_of(func), args, kwargs)
         if real is not NotImplemented:
             return self._know(func, args, kwargs, real)

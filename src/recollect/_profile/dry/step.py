@@ -41,6 +41,7 @@ from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
 from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
+from recollect._profile.dry.left_tensors import LeftTensors
 from recollect._profile.dry.listed_tensors import ListedTensors
 from recollect._profile.dry.loose_tensors import LooseTensors
 from recollect._profile.dry.roofline import Device, find_host_costs
@@ -49,6 +50,7 @@ from recollect._profile.fakes import Fakes
 from recollect._profile.optimizer import with_fake_parameters
 
 _MOST_ANSWERS = 3
+_DEEPEST = 6  # of what counters have
 _DEVICES_DIFFER = ("found two different devices", "found at least two devices")  # torch 2.11, 2.13
 
 
@@ -106,12 +108,14 @@ def dry_step(
     device: Device,
     dtype: torch.dtype | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    counters: Iterable[object] = (),
+    holders: Iterable[Any] = (),
 ) -> Generator[DryStep]:
     """Let modules, optimizers and values have fake tensors; puts everything back, also after errors.
 
     Tensors may be on any device, ``meta`` included. Those that are one, or share memory, do so as fakes. Fake
     parameters have no gradient and no hooks. Put back are the modules' parameters, buffers and attributes, lists and
-    dicts among them, and the optimizers' groups and state.
+    dicts among them, the optimizers' groups and state, counters, and what fake tensors have replaced elsewhere.
 
     Args:
         modules: whose parameters, buffers, and tensors among attributes are fake inside.
@@ -119,6 +123,8 @@ def dry_step(
         device: that is asked about.
         dtype: of all parameters, buffers and values that are floating-point; None: as they are.
         optimizers: whose groups and state are fake inside; state that is yet to be made is made.
+        counters: schedulers of learning rates, scalers of losses: their attributes are put back.
+        holders: where else the step may leave tensors, see `find_holders`.
 
     Raises:
         ValueError: a lazy parameter; a tensor that is not plain; or, out of the step, a value of a tensor is asked for
@@ -143,7 +149,10 @@ def dry_step(
         for module in modules:
             for part in module.modules():
                 before.note(vars(part), depth=1)
+        for counter in counters:
+            before.note(vars(counter), depth=_DEEPEST)
         stack.callback(before.restore)
+        stack.callback(LeftTensors(holders).put_back)
         mode = fake_mode()
         answers: list[str] = []
         stack.enter_context(_explained(modules, answers))
