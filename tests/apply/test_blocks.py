@@ -383,3 +383,32 @@ def test_layers_of_other_classes_than_torchs_are_no_blocks() -> None:
     stem = nn.Sequential(Standardised(3, 4, 3), nn.ReLU(), Standardised(4, 4, 3), nn.ReLU())
     with recollect.apply(nn.Sequential(stem, nn.Sequential(Conv(4, 8), Conv(8, 8)))) as handle:
         assert [place.name for place in handle.places] == ["1.0", "1.1"]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.out(self.qkv(x)[..., :8].tanh())
+        return found
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights: Tensor = self.router(x).softmax(-1)
+        return x + torch.stack([expert(x) for expert in self.experts], -1) @ weights[..., None]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda parts: nn.Sequential(*parts), nn.ModuleList], ids=["Sequential", "ModuleList"]
+)
+def test_layers_that_are_lists_of_parts_are_picked_before_the_experts_inside(write: Any) -> None:
+    model = nn.Sequential(nn.Embedding(4, 8), nn.ModuleList(write([Attention(), Experts()]) for _ in range(3)))
+    assert table(model) == ["1.0-2.0", "1.0-2.1"]

@@ -3,8 +3,9 @@
 Blocks are modules of one class, several of which are in a ModuleList or Sequential, and each more than a single layer
 of torch. The outermost ones are taken: a decoder layer, not the experts inside it. Stages that hold blocks themselves
 are not blocks, whether most differ in size (as in Swin), each is a list of many (as in DenseNet), or each is little
-more than a list (as in Stable Diffusion XL's U-Net): the blocks inside them are taken. A stage next to stages that
-repeat something counts with all its blocks (as the first of EfficientNet), and what lists blocks that are taken
+more than a list (as in Stable Diffusion XL's U-Net): the blocks inside them are taken. Of lists that are the same and
+have parts of different classes (an attention and a mixture of experts), the parts are taken. A stage next to stages
+that repeat something counts with all its blocks (as the first of EfficientNet), and what lists blocks that are taken
 elsewhere is a stage. Norms are not blocks. Where some blocks hold several products, those with a single one
 (projections, transitions) are left out, because recomputing them frees little, unless the model's author marked them
 for it. Single blocks in lists of their own, beside a list of blocks in one module, are taken, too (the attention and
@@ -173,8 +174,15 @@ def _by_class(blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _repeated(children: list[nn.Module]) -> list[nn.Module]:
-    """Those of a class that is there more than once; one module that is there several times, too."""
-    candidates = [child for child in children if _is_block(child)]
+    """Those of a class that is there more than once; one module that is there several times, too.
+
+    Also the parts of a list that is there more than once, where they differ: an attention and its experts.
+    """
+    lists = [child for child in children if type(child) in (nn.Sequential, nn.ModuleList) and not _is_block(child)]
+    alike = Counter(map(_sizes, lists))
+    parts = [_any(list(each.children())) for each in lists if alike[_sizes(each)] > 1]
+    different = [part for held in parts if len(held) == len(set(map(type, held))) for part in held]
+    candidates = [*(child for child in children if _is_block(child)), *different]
     count = Counter(map(type, candidates))
     return [child for child in candidates if count[type(child)] > 1]
 
