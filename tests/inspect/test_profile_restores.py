@@ -339,7 +339,8 @@ class Remembering(nn.Module):
 _last: Tensor | None = None
 
 
-def test_no_fake_tensor_stays_where_a_dry_step_has_put_it() -> None:
+@pytest.mark.parametrize("dry", [False, True])
+def test_what_a_step_keeps_in_objects_of_the_users_is_as_it_was(dry: bool) -> None:
     model, bank, kept = Remembering(), Bank(), torch.zeros(())
     states: dict[str, Any] = {"hidden": X, "of parts": {}}
     losses: deque[Tensor] = deque(maxlen=4)
@@ -357,13 +358,44 @@ def test_no_fake_tensor_stays_where_a_dry_step_has_put_it() -> None:
         seen.add(loss)
 
     before = kept
-    recollect.profile(step, dry=True)
+    recollect.profile(step, dry=dry)
     assert states == {"hidden": X, "of parts": {}}
     assert kept is before
-    assert _last is bank.last is model.bank.last is None
-    assert bank.all == []
-    assert not losses
-    assert not seen
+    assert _last is bank.last is None
+    assert bool(dry) is (model.bank.last is None)  # modules stay as a real step leaves them
+    assert all(bool(log) is not dry for log in (bank.all, losses, seen))
+
+
+def test_an_optimizer_that_steps_in_every_second_run_changes_nothing() -> None:
+    model, count = mlp(), [0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(X).sum().backward()
+        count[0] += 1
+        if not count[0] % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    before = state_of(model, optimizer)
+    recollect.profile(step)
+    assert count[0] > 1
+    assert_same(state_of(model, optimizer), before)
+
+
+def test_hooks_that_a_first_step_sets_up_keep_the_flag_that_says_so() -> None:
+    model, bank = mlp(), Bank()
+    bank.is_set_up = False  # type: ignore[attr-defined]
+
+    def step() -> None:
+        if not bank.is_set_up:  # type: ignore[attr-defined]
+            model[0].register_forward_hook(lambda *_: None)
+            bank.is_set_up = True  # type: ignore[attr-defined]
+        model(X).sum().backward()
+
+    recollect.profile(step)
+    step()
+    assert len(model[0]._forward_hooks) == 1
 
 
 def test_what_a_step_adds_to_a_model_at_each_run_is_there_once() -> None:

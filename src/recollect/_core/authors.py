@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import PurePath
 from types import CodeType, FrameType
@@ -81,3 +82,15 @@ def is_users_file(filename: str) -> bool:
     if filename.startswith((_OURS, _TORCH, "<frozen ")) or filename.endswith(_SKIPPED):
         return False
     return not filename.startswith(_STANDARD) or not _PACKAGES.isdisjoint(PurePath(filename).parts)
+
+
+def is_users_own(module: str) -> bool:
+    """Whether a module, by its name, is the user's own: a script, a notebook, a package that is not installed.
+
+    >>> is_users_own("__main__"), is_users_own("json"), is_users_own("numpy")
+    (True, False, False)
+    """
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and is_users_file(file) and _PACKAGES.isdisjoint(PurePath(file).parts)

@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from logging import Logger
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from recollect._core.authors import is_users_own
 
 _MOST_PARTS = 128
 _MOST_PARTS_OF_STEP = 4096
@@ -53,13 +55,18 @@ def find_reachable(kind: type[T], step: Callable[..., Any], values: Iterable[Any
     return list(found.values())
 
 
-def find_holders(step: Callable[..., Any], values: Iterable[Any]) -> list[Any]:
+def find_holders(step: Callable[..., Any], values: Iterable[Any], *, of_user: bool = False) -> list[Any]:
     """Where a step can leave things: containers, objects' attributes and globals, as dicts, and cells of closures.
 
-    Modules are not looked into, but the objects among their attributes are.
+    Modules are not holders, but the objects among their attributes are.
+
+    Args:
+        step: a function, or a model.
+        values: its arguments.
+        of_user: whether to look at the user's own functions and objects only, and not into modules.
 
     >>> losses = []
-    >>> any(holder is losses for holder in find_holders(lambda x: losses.append(x), []))
+    >>> losses in find_holders(functools.partial(print, losses), [])
     True
     """
     holders: dict[int, Any] = {}
@@ -70,6 +77,8 @@ def find_holders(step: Callable[..., Any], values: Iterable[Any]) -> list[Any]:
         if type(value) in _INERT or id(value) in seen or isinstance(value, (Tensor, type)):
             continue
         seen.add(id(value))
+        if of_user and not _is_of_user(value):
+            continue
         if isinstance(value, nn.Module):
             parts = chain.from_iterable(vars(part).values() for part in value.modules())
             pending.extend((part, depth + 1) for part in parts if hasattr(part, "__dict__"))
@@ -78,6 +87,15 @@ def find_holders(step: Callable[..., Any], values: Iterable[Any]) -> list[Any]:
         if depth < _DEEPEST:
             pending.extend((part, depth + 1) for part in _parts_of(value, (object,)))
     return list(holders.values())
+
+
+def _is_of_user(value: Any) -> bool:
+    kind = type(value)
+    if kind is FunctionType:
+        return is_users_own(value.__globals__.get("__name__") or "")
+    if kind in (MethodType, functools.partial) or isinstance(value, _CONTAINERS):
+        return True
+    return not isinstance(value, nn.Module) and (kind is SimpleNamespace or is_users_own(kind.__module__))
 
 
 def _holders_in(value: Any) -> list[Any]:

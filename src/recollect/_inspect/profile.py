@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Never, Self
 
@@ -24,6 +24,7 @@ from recollect._inspect.calling import doubt_inputs, find_call
 from recollect._inspect.step import Figures, StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
+from recollect._profile.belongings import Belongings
 from recollect._profile.snapshot import optimizers_in
 from recollect._selective.knowledge import Learned, learning_apart
 
@@ -50,8 +51,9 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     The step runs once while recollect watches it, and a few times more for timing. Regions under policies are watched
     after they have settled: the profile is that of any later step, and nothing that they learn stays. Afterwards,
     parameters, buffers, gradients, optimizers and random generators are restored bit for bit, even if the step fails;
-    memory that the step writes into is copied to the host first. Hooks and similar things that a model sets up in its
-    first forward stay, as after an ordinary forward.
+    memory that the step writes into is copied to the host first. Tensors that a step function carries on in your own
+    objects, such as the state of a recurrent net, are restored, too. Hooks and similar things that a model sets up in
+    its first forward stay, as after an ordinary forward.
 
     A dry profile runs nothing: it traces the step on fake tensors, which need neither the memory nor the device, and
     estimates. The model may be on ``meta``. If the step reads values, it gets made-up ones, which the profile notes; a
@@ -163,7 +165,12 @@ def profile_step(  # noqa: PLR0913 (as above)
             profiler = make(optimizer=asked.optimizer, inputs=asked.values)
             run = called.bind(profiler, inputs, given)
             return profiler.take(
-                run, is_timed=timed, is_cleared=asked.is_model, counters=asked.counters, once_more=once_more
+                run,
+                is_timed=timed,
+                is_cleared=asked.is_model,
+                counters=asked.counters,
+                belongings=asked.belongings,
+                once_more=once_more,
             )
     from recollect._profile.dry.roofline import find_device
     from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
@@ -171,6 +178,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     target = find_device(asked.device if device is None else device)
     with (
         learning_apart(),
+        asked.kept_belongings(),
         dry_step(
             asked.modules,
             (inputs, given),
@@ -206,7 +214,7 @@ def measure_step(
     with learning_apart(learned):
         profiler = StepProfiler(asked.modules, asked.optimizers, inputs=asked.values, progress=progress)
         run = called.bind(profiler, inputs, given)
-        return profiler.measure(run, is_cleared=asked.is_model, counters=asked.counters)
+        return profiler.measure(run, is_cleared=asked.is_model, counters=asked.counters, belongings=asked.belongings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +227,7 @@ class _Asked:
         optimizer: the one whose state is counted, if the caller named one.
         values: the arguments.
         counters: see `StepProfiler.take`.
+        belongings: what the user's step keeps in the user's objects.
         is_model: whether the step is one call of a model.
     """
 
@@ -227,6 +236,7 @@ class _Asked:
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
     values: list[Any]
     counters: list[object]
+    belongings: Belongings
     is_model: bool
 
     @classmethod
@@ -255,8 +265,17 @@ class _Asked:
             optimizer=optimizers_in(optimizer)[-1] if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
             values=values,
             counters=counters,
+            belongings=Belongings(find_holders(step_or_model, values, of_user=True)),
             is_model=isinstance(step_or_model, nn.Module),
         )
+
+    @contextmanager
+    def kept_belongings(self) -> Generator[None]:
+        """What the user's step keeps in the user's objects is put back in the end."""
+        try:
+            yield
+        finally:
+            self.belongings.put_back()
 
     @property
     def device(self) -> torch.device:

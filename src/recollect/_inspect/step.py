@@ -30,6 +30,7 @@ from recollect._inspect.rules import describe_rules
 from recollect._inspect.surroundings import describe_device, device_of, list_generators, quick_collections
 from recollect._profile.allocations import meter_on
 from recollect._profile.assemble import Known, assemble
+from recollect._profile.belongings import Belongings
 from recollect._profile.capture import Capture
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.timing import NoTimer, Span, timer_for
@@ -103,6 +104,7 @@ class StepProfiler:
         self._memory_model = _memory_model_of(self._device) if dry is None else dry
         self._meter = meter_on(self._device) if dry is None else None
         self._snapshot = Snapshot()
+        self._belongings: Belongings | None = None
         self._states: list[tuple[Source, Any]] = []
         self._stack = ExitStack()
         self._rules: tuple[RuleEntry, ...] = ()
@@ -144,6 +146,7 @@ class StepProfiler:
         is_timed: bool = True,
         is_cleared: bool = False,
         counters: Iterable[object] = (),
+        belongings: Belongings | None = None,
         once_more: AbstractContextManager[None] | None = None,
     ) -> Profile:
         """Profile a step as it is when it has run some times: regions under policies know their ways by then.
@@ -153,9 +156,10 @@ class StepProfiler:
             is_timed: whether to run it again unwatched, for its time; not where nothing is run.
             is_cleared: whether it begins without gradients, as after ``zero_grad``.
             counters: what else knows how many steps there were: schedulers of learning rates, scalers of losses.
+            belongings: what the step keeps in the user's objects.
             once_more: in which a step that could be timed runs once more.
         """
-        self._prepare(is_cleared=is_cleared, counters=counters)
+        self._prepare(is_cleared=is_cleared, counters=counters, belongings=belongings)
         with self._opened():
             self._watch(step)
             if all_knowledge():
@@ -174,7 +178,12 @@ class StepProfiler:
         return self.profile
 
     def measure(
-        self, step: Callable[[], object], *, is_cleared: bool = False, counters: Iterable[object] = ()
+        self,
+        step: Callable[[], object],
+        *,
+        is_cleared: bool = False,
+        counters: Iterable[object] = (),
+        belongings: Belongings | None = None,
     ) -> Figures:
         """What a step takes when it has run some times, where a device's allocator tells: a profile takes longer.
 
@@ -184,8 +193,9 @@ class StepProfiler:
             step: as in `take`.
             is_cleared: as in `take`.
             counters: as in `take`.
+            belongings: as in `take`.
         """
-        self._prepare(is_cleared=is_cleared, counters=counters)
+        self._prepare(is_cleared=is_cleared, counters=counters, belongings=belongings)
         with self._opened():
             self._watch(step)
             if all_knowledge():
@@ -199,9 +209,10 @@ class StepProfiler:
                 peak_bytes=peak_bytes, step_s=None if plain is None else plain.body.wall_s, state_bytes=sum(states)
             )
 
-    def _prepare(self, *, is_cleared: bool, counters: Iterable[object]) -> None:
+    def _prepare(self, *, is_cleared: bool, counters: Iterable[object], belongings: Belongings | None) -> None:
         self._is_cleared = is_cleared and self._restores
         if self._restores:
+            self._belongings = belongings
             for counter in counters:
                 self._snapshot.note_object(counter)
 
@@ -214,8 +225,20 @@ class StepProfiler:
         """Run a step unwatched, which begins as the first one did."""
         self._rewind()
         # Nothing could put back what optimizers of a device write.
-        with self._steps.left_out() if self._restores and self._is_cuda else nullcontext():
+        with self._steps.left_out() if self._restores and self._is_cuda else self._steps_kept_aside():
             step()
+
+    @contextmanager
+    def _steps_kept_aside(self) -> Iterator[None]:
+        """Let an optimizer that steps unwatched, although it did not in the step that was watched, change nothing.
+
+        A step that accumulates gradients does so if it counts its runs where nobody can put that back.
+        """
+        with ExitStack() as stack:
+            for optimizer in self._optimizers if self._restores else ():
+                handle = optimizer.register_step_pre_hook(lambda one, *_: self._snapshot.before_step(one))
+                stack.callback(handle.remove)
+            yield
 
     def _take_uncached(self, step: Callable[[], object]) -> Profile | None:
         """The step as it runs under regions, without a cache of keys and values; None if it has none to leave out."""
@@ -307,13 +330,14 @@ class StepProfiler:
     def _time(self, step: Callable[[], object]) -> PlainTimes | None:
         """Time the step unwatched; a step that cannot be run again is left at what was seen."""
         try:
-            return time_plainly(
-                step,
-                rewind=self._rewind,
-                device=self._device,
-                apart=self._optimizers if self._is_cuda else (),
-                peak_bytes=max((entry.peak_bytes for entry in self._allocators), default=0),
-            )
+            with nullcontext() if self._is_cuda else self._steps_kept_aside():
+                return time_plainly(
+                    step,
+                    rewind=self._rewind,
+                    device=self._device,
+                    apart=self._optimizers if self._is_cuda else (),
+                    peak_bytes=max((entry.peak_bytes for entry in self._allocators), default=0),
+                )
         except Exception as error:
             what = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
             note = f"the step could not be run again ({what}): times are those of the profiled step, which runs slower"
@@ -322,8 +346,7 @@ class StepProfiler:
 
     def _rewind(self) -> None:
         """Put everything as it was before the step, to run it once more."""
-        if self._restores:
-            self._snapshot.restore()
+        self._restore()
         put_back(self._states)
         if self._is_cleared:
             self._snapshot.clear_gradients()
@@ -333,6 +356,7 @@ class StepProfiler:
     def _let_go(self) -> None:
         """Hold nothing of the step any more, without waiting for the garbage collector: some of it hangs in circles."""
         del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known, self._steps
+        self._belongings = None
 
     def _note(self) -> None:
         for module in self._modules:
@@ -349,9 +373,15 @@ class StepProfiler:
 
     def _put_back_once(self) -> None:
         self._stack.close()
-        if self._restores:
-            self._snapshot.restore()
+        self._restore()
         put_back(self._states)
+
+    def _restore(self) -> None:
+        if not self._restores:
+            return
+        self._snapshot.restore()
+        if self._belongings is not None:
+            self._belongings.put_back()
 
     def _read_allocator(self) -> tuple[AllocatorEntry, ...]:
         if self._device.type != "cuda" or self._dry is not None:

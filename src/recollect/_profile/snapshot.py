@@ -98,6 +98,12 @@ class Snapshot:
                 copy = storage.clone() if device.type == "cpu" else storage.cpu()
                 self._written[id(storage)] = (ref(storage), copy)
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to write into its parameters and its state; the first time counts."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for tensor in (*parameters, *tensors_of_optimizer(optimizer)):
+            self.before_write(storages_of(tensor))
+
     def _has_copy(self, storage: torch.UntypedStorage) -> bool:
         known = self._written.get(id(storage))
         return known is not None and known[0]() is storage

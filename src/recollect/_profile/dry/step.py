@@ -37,11 +37,11 @@ from recollect._core.torch_private.fake import (
     without_log,
 )
 from recollect._core.torch_private.modules import needless_conversions_left_out
+from recollect._profile.belongings import Belongings
 from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
 from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
-from recollect._profile.dry.left_tensors import LeftTensors
 from recollect._profile.dry.listed_tensors import ListedTensors
 from recollect._profile.dry.loose_tensors import LooseTensors
 from recollect._profile.dry.roofline import Device, find_host_costs
@@ -124,7 +124,7 @@ def dry_step(
         dtype: of all parameters, buffers and values that are floating-point; None: as they are.
         optimizers: whose groups and state are fake inside; state that is yet to be made is made.
         counters: schedulers of learning rates, scalers of losses: their attributes are put back.
-        holders: where else the step may leave tensors, see `find_holders`.
+        holders: where else the step may leave fake tensors, see `find_holders`.
 
     Raises:
         ValueError: a lazy parameter; a tensor that is not plain; or, out of the step, a value of a tensor is asked for
@@ -152,7 +152,8 @@ def dry_step(
         for counter in counters:
             before.note(vars(counter), depth=_DEEPEST)
         stack.callback(before.restore)
-        stack.callback(LeftTensors(holders).put_back)
+        # Or later steps would compute with fakes, silently.
+        stack.callback(Belongings(holders, only_fakes=True).put_back)
         mode = fake_mode()
         answers: list[str] = []
         stack.enter_context(_explained(modules, answers))
