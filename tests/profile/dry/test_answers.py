@@ -195,6 +195,21 @@ def test_a_batch_norm_lays_its_results_out_as_its_kernel_does(layout: str) -> No
         assert strides(dry.values) == expected
 
 
+def test_views_have_the_strides_that_their_kernel_gives_where_a_size_is_one() -> None:
+    """A table of positions for images of another size: its gradient is copied, because its channels are not last."""
+
+    def strides(table: Tensor) -> Any:
+        table.requires_grad_()
+        images = functional.interpolate(table.reshape(1, 4, 4, 8).permute(0, 3, 1, 2), size=(2, 2), mode="bilinear")
+        (grad,) = torch.autograd.grad((images.flatten(2).permute(0, 2, 1) * torch.ones(3, 4, 8)).sum(), table)
+        return grad.stride()
+
+    table = torch.ones(1, 16, 8)
+    expected = strides(table.clone())
+    with dry_step([], table, device=CPU) as dry:
+        assert strides(dry.values) == expected
+
+
 def test_torch_logs_nothing_where_an_operator_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError), dry_step([], torch.ones(2, 3), device=CPU) as dry:
         dry.values @ dry.values

@@ -82,6 +82,7 @@ class Answers(DispatchMode):
             "aten._ctc_loss.default": self._align,
             "aten._embedding_bag_backward.default": _spread_over_bags,
             "aten.clone.default": _copy_sparse,
+            "aten.view.default": _view,
             "aten.native_batch_norm.default": _normalise,
             "aten.native_batch_norm_backward.default": _normalise_backward,
             "aten._grouped_mm.default": _multiply_groups,
@@ -309,6 +310,19 @@ def _copy_sparse(tensor: Tensor, **options: Any) -> Any:
         return NotImplemented
     indices, rows = (part.clone() for part in sparse_parts(tensor))
     return torch.sparse_coo_tensor(indices, rows, tensor.shape, check_invariants=False)
+
+
+def _view(tensor: Tensor, shape: list[int]) -> Any:
+    """A view with the strides that its kernel gives: torch's own form for fake tensors has others where a size is 1.
+
+    They decide whether images are laid out with channels last, and that, whether a gradient is copied.
+    """
+    if 1 not in tensor.shape:
+        return NotImplemented
+    with without_dispatch_modes():
+        strides = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape).stride()
+    found = torch.ops.aten.view.default(tensor, shape)
+    return found if found.stride() == strides else tensor.as_strided(found.shape, strides, tensor.storage_offset())
 
 
 def _normalise(x: Tensor, *options: Any) -> Any:
