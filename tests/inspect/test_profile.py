@@ -790,6 +790,26 @@ def test_the_time_of_a_step_is_that_of_the_step_without_us(monkeypatch: pytest.M
     assert found.host_s is None
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_state_that_is_counted_for_parameters_without_a_gradient_is_noted(dry: bool) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.used(x)
+            return found.sum()
+
+    told = (
+        "2 of 4 parameters, 288 B, got no gradient in this step (the first is idle.weight): the state of AdamW for "
+        "them is counted, because later steps may use them"
+    )
+    for optimizer, is_told in ((torch.optim.AdamW, True), (torch.optim.SGD, False), (None, False)):
+        found = recollect.profile(Halves(), torch.ones(4, 8), optimizer=optimizer, dry=dry)
+        assert (told in found.notes) is is_told
+
+
 def test_a_step_that_cannot_run_again_is_profiled_and_says_so() -> None:
     model, batches = Net(), iter([torch.ones(4, 8)])
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from recollect._core.calls import Category
+from recollect._core.units import format_bytes
 from recollect._inspect.roots import named_parameters, named_states
 from recollect._profile.assemble import Known
 from recollect._profile.capture import Capture
@@ -90,9 +91,21 @@ class OptimizerSteps:
             return
         from recollect._profile.optimizer import shadow_of
 
-        parameters = [parameter for _, parameter in named_parameters(self._modules)]
-        with shadow_of(self._kind, parameters, on_cuda=self._is_cuda) as shadow:
+        named = list(named_parameters(self._modules))
+        with shadow_of(self._kind, [parameter for _, parameter in named], on_cuda=self._is_cuda) as shadow:
             self._follow(shadow)
+            stepped = {id(parameter) for _, parameter in shadow.known}
+        unused = [
+            (name, parameter)
+            for name, parameter in named
+            if parameter.requires_grad and parameter.grad is None and id(parameter) in stepped
+        ]
+        if unused and shadow.states:
+            size = format_bytes(sum(parameter.nbytes for _, parameter in unused))
+            self.notes.append(
+                f"{len(unused)} of {len(named)} parameters, {size}, got no gradient in this step (the first is "
+                f"{unused[0][0]}): the state of {shadow.name} for them is counted, because later steps may use them"
+            )
 
     def _follow(self, shadow: Shadow) -> None:
         """Let an optimizer's shadow step, whose state was there before and stays."""
