@@ -412,3 +412,10 @@ class Experts(nn.Module):
 def test_layers_that_are_lists_of_parts_are_picked_before_the_experts_inside(write: Any) -> None:
     model = nn.Sequential(nn.Embedding(4, 8), nn.ModuleList(write([Attention(), Experts()]) for _ in range(3)))
     assert table(model) == ["1.0-2.0", "1.0-2.1"]
+
+
+def test_lists_may_hold_nothing_in_places() -> None:
+    """As the attentions of the stages in the autoencoder of Cosmos."""
+    stage = nn.Module()
+    stage.blocks, stage.attentions = nn.ModuleList([Attention(), Attention()]), nn.ModuleList([None])  # type: ignore[list-item]
+    assert table(nn.Sequential(stage)) == ["0.blocks.0-1"]

@@ -103,9 +103,10 @@ def _beside(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
     for holder in model.modules():
         stages = [child for child in holder.children() if type(child) is nn.Sequential]
         if type(holder) in (nn.Sequential, nn.ModuleList) and not found.isdisjoint(
-            block for stage in stages for block in stage
+            block for stage in stages for block in stage.children()
         ):
-            blocks += [child for stage in stages if found.isdisjoint(stage) for child in _any(list(stage))]
+            others = [stage for stage in stages if found.isdisjoint(stage.children())]
+            blocks += [child for stage in others for child in _any(list(stage.children()))]
     return blocks
 
 
@@ -116,7 +117,8 @@ def _alone(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
     """
     blocks: list[nn.Module] = []
     for holder in model.modules():
-        lists = [child for child in holder.children() if type(child) is nn.ModuleList]
+        # Not by iteration: a list may hold None, as a stage without attention has it.
+        lists = [list(child.children()) for child in holder.children() if type(child) is nn.ModuleList]
         if not found.isdisjoint(block for each in lists for block in each):
             alone = [each[0] for each in lists if len(each) == 1 and found.isdisjoint(each[0].modules())]
             blocks += [block for block in _any(alone) if _count_products(block)]
@@ -203,7 +205,7 @@ def _is_block(module: nn.Module) -> bool:
         return False
     if type(module) is nn.Sequential:
         # One that holds blocks is a stage; one of plain layers is a block itself.
-        return not any(_is_block(child) for child in module)
+        return not any(_is_block(child) for child in module.children())
     kind, parts = type(module), dict(module.named_children())
     parts.pop(_PARAMETRIZATIONS, None)  # its class was made for this module alone, over its own
     bases = set(kind.__mro__[:-1]) - {nn.Module}  # a convolution that standardises its weight is one
