@@ -58,7 +58,7 @@ def find_reachable(kind: type[T], step: Callable[..., Any], values: Iterable[Any
 def find_holders(step: Callable[..., Any], values: Iterable[Any], *, of_user: bool = False) -> list[Any]:
     """Where a step can leave things: containers, objects' attributes and globals, as dicts, and cells of closures.
 
-    Modules are not holders, but the objects among their attributes are.
+    Modules are not holders, but the objects among their attributes are, and what their forward names.
 
     Args:
         step: a function, or a model.
@@ -80,8 +80,11 @@ def find_holders(step: Callable[..., Any], values: Iterable[Any], *, of_user: bo
         if of_user and not _is_of_user(value):
             continue
         if isinstance(value, nn.Module):
-            parts = chain.from_iterable(vars(part).values() for part in value.modules())
+            inside = list(value.modules())
+            parts = chain.from_iterable(vars(part).values() for part in inside)
             pending.extend((part, depth + 1) for part in parts if hasattr(part, "__dict__"))
+            forwards: Iterable[Any] = (type(part).forward for part in inside)
+            pending.extend((forward, depth + 1) for forward in dict.fromkeys(forwards))
             continue
         holders.update((id(holder), holder) for holder in _holders_in(value))
         if depth < _DEEPEST:

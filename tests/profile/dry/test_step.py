@@ -1,4 +1,5 @@
 import copy
+import functools
 import gc
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recollect
 from recollect._core.torch_private.fake import is_fake
 from recollect._profile.dry.roofline import find_device
 from recollect._profile.dry.step import dry_step
@@ -278,6 +280,55 @@ def test_compiled_modules_run_as_they_are_written() -> None:
     model.compile(backend="eager")
     with dry_step([model], torch.ones(2, 4), device=H200) as dry:
         assert model(dry.values).shape == (2, 4)
+
+
+@functools.lru_cache
+def table_of(width: int) -> dict[str, Tensor]:
+    return {"table": torch.ones(width)}
+
+
+@functools.cache
+def number_of(width: int) -> tuple[Tensor, int]:
+    return torch.full((), 2.0), width
+
+
+@functools.cache
+def halve(width: int) -> int:
+    return width // 2
+
+
+class Tabling(nn.Module):
+    """Computes tables once, for all of its kind, in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = 2 * halve(x.shape[-1])
+        table = TABLES.setdefault(width, torch.ones(width))
+        found: Tensor = self.layer(x) * table_of(width)["table"] * number_of(width)[0] * table
+        return found
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+def test_what_functions_cache_in_a_dry_step_is_computed_again() -> None:
+    model, x = Tabling(), torch.ones(2, 4)
+    recollect.profile(model, x, dry=True)
+    found = model(x)
+    assert not is_fake(found)
+    assert torch.equal(found, 2 * model.layer(x))
+    assert halve.cache_info().currsize == 1  # holds no tensor
+
+
+def test_what_was_cached_before_a_dry_step_stays() -> None:
+    model, x = Tabling(), torch.ones(2, 4)
+    model(x)
+    before = table_of(4), number_of(4)
+    recollect.profile(model, x, dry=True)
+    assert (table_of(4), number_of(4)) == before
 
 
 def test_nothing_of_a_dry_step_stays_alive() -> None:

@@ -40,6 +40,7 @@ from recollect._core.torch_private.modules import needless_conversions_left_out
 from recollect._profile.belongings import Belongings
 from recollect._profile.contents import CONTAINERS, Contents
 from recollect._profile.dry.answers import Answers
+from recollect._profile.dry.cached_tensors import CachedTensors
 from recollect._profile.dry.host import HostCosts
 from recollect._profile.dry.known import note_value
 from recollect._profile.dry.listed_tensors import ListedTensors
@@ -154,6 +155,7 @@ def dry_step(
         stack.callback(before.restore)
         # Or later steps would compute with fakes, silently.
         stack.callback(Belongings(holders, only_fakes=True).put_back)
+        stack.callback(CachedTensors().let_go)
         mode = fake_mode()
         answers: list[str] = []
         stack.enter_context(_explained(modules, answers))
