@@ -1,6 +1,7 @@
 """A budget decides what a compiled step keeps: it is met, gradients stay, and torch's own knob needs more memory."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import recollect
 from recollect import BudgetError, Decision
+from recollect._bench.rivals import call_selective, call_torch
 from recollect._compile.partition import Partition, _judge, _merge_equal_nodes, partitioner
 from recollect._core.calls import Phase
 from recollect._core.plans import Plan
 from recollect._plan.fusing import is_reducing
-from recollect._plan.graphs import price
+from recollect._plan.graphs import find_keep_set, judge_keep_set, price
 from recollect._plan.simulate import Simulation
 from tests.compile.graphs import Compiled, run_cut, transformer
 
@@ -102,6 +104,39 @@ def test_what_is_there_again_at_the_peak_is_not_made_again() -> None:
     assert calls[largest].module.endswith("head")
     assert largest not in found.simulation.recomputed_calls
     assert found.simulation.recomputed_calls
+
+
+class Wrapped(nn.Module):
+    """A module that torch's own checkpoint runs."""
+
+    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.call(self.inner, x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("call", "every"),
+    [
+        pytest.param(call_torch, 1, id="every block"),
+        pytest.param(call_torch, 2, id="every second block"),
+        pytest.param(call_selective, 1, id="every second product"),
+    ],
+)
+def test_at_the_peak_of_torchs_policies_no_more_is_made_again(call: Callable[..., Any], every: int) -> None:
+    blocks = transformer(layers=4, width=32)
+    assert isinstance(blocks, nn.Sequential)
+    wrapped = (one if number % every else Wrapped(one, call) for number, one in enumerate(blocks))
+    seen = run_torchs(1.0, Headed(nn.Sequential(*wrapped)), torch.randn(4, 32, 32)).partition
+    theirs = judge_keep_set(seen.profile, seen.kept)
+    ours = find_keep_set(seen.profile, theirs.peak_bytes)
+    assert theirs.recomputed_s
+    assert ours.peak_bytes <= theirs.peak_bytes
+    assert ours.recomputed_s <= theirs.recomputed_s
+    assert find_keep_set(seen.profile, None).peak_bytes <= theirs.peak_bytes
 
 
 class Prefixed(nn.Module):

@@ -32,8 +32,8 @@ _FLOPS_PER_S, _BYTES_PER_S = 4e14, 3e12  # of today's accelerators: what counts 
 _FUSED = 0.05  # of the time that a pointwise kernel of its own would take, if its result is written nowhere
 _BISECTIONS = 10
 _APART, _PRICES = 0.1, 11  # how far apart prices are that are tried in any case, and how many
-_FAILURES = 8  # in a row, after which nothing more is tried: the kernels of a block, about
-_STRIDES = (1, 2)  # through the valleys: of a transformer's every second one lies between two blocks
+_TRIES, _FEW_TRIES = 48, 12  # to keep more, of the best and of any
+_STRIDES = (1, 2, 4)  # through the valleys: of a transformer's every second one lies between two blocks
 _OF_MANY = 32  # times as large is what statistics are made of, at least
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
 
@@ -61,9 +61,7 @@ def find_keep_set(profile: Profile, budget_bytes: int | None) -> KeepSet:
 
     Where nothing fits, it is the one with the smallest peak, too: whoever asks must look.
     """
-    fused, gone = fuse(profile)
-    calls = (replace(call, seconds=price(call, is_written=gone.isdisjoint(_made_by(call)))) for call in fused.calls)
-    priced = replace(fused, calls=tuple(calls))
+    priced, gone = _price_all(profile)
     problem, simulator = Problem(priced), Simulator(priced)
     (run,) = problem.runs_of("")
     best: KeepSet | None = None
@@ -73,6 +71,19 @@ def find_keep_set(profile: Profile, budget_bytes: int | None) -> KeepSet:
     assert best is not None
     best = _keep_more(simulator, problem, run, best, budget_bytes)
     return replace(best, kept=best.kept - gone)
+
+
+def judge_keep_set(profile: Profile, kept: frozenset[int]) -> KeepSet:
+    """What keeping these storages of a joint graph takes and costs, by the judge of `find_keep_set`."""
+    priced, _ = _price_all(profile)
+    return _judge(Simulator(priced), Problem(priced), kept)
+
+
+def _price_all(profile: Profile) -> tuple[Profile, frozenset[int]]:
+    """The step as a compiler will run it, with what each call costs, and the storages that are written nowhere."""
+    fused, gone = fuse(profile)
+    calls = (replace(call, seconds=price(call, is_written=gone.isdisjoint(_made_by(call)))) for call in fused.calls)
+    return replace(fused, calls=tuple(calls)), gone
 
 
 def _made_by(call: OpCall) -> Iterator[int]:
@@ -163,9 +174,9 @@ def _list_keep_sets(simulator: Simulator, problem: Problem, run: Run, budget_byt
     always = _find_always(problem.profile)
     plain = _judge(simulator, problem, run.needs | always)
     yield plain
-    ways = (find_valleys(problem, run), find_valleys(problem, run, across_skips=True))
-    crossings = (always.union(*valleys[::stride]) for valleys in ways for stride in _STRIDES)
-    for there in dict.fromkeys((always, *crossings)):
+    for kept in dict.fromkeys(_list_standard(problem, run, always)):
+        yield _judge(simulator, problem, kept)
+    for there in dict.fromkeys((always, *(always | crossing for crossing in _list_crossings(problem, run)))):
         program = IntegerProgram(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
         small, large = _judge(simulator, problem, program.keep_at(high) | there), plain
@@ -184,45 +195,89 @@ def _list_keep_sets(simulator: Simulator, problem: Problem, run: Run, budget_byt
             else:
                 low, large = middle, found
         if budget_bytes is not None and small.peak_bytes <= budget_bytes:
-            yield from _mix(simulator, problem, run, small, large, budget_bytes)
+            yield _mix(simulator, problem, run, small, large, budget_bytes)
+
+
+def _list_standard(problem: Problem, run: Run, always: frozenset[int]) -> Iterator[frozenset[int]]:
+    """What standard policies keep: what crosses valleys, and of products all, every second or none, and attention."""
+    calls = problem.profile.calls
+    numbers = [number for number in range(run.first, run.stop) if calls[number].flops]
+    attention = [number for number in range(run.first, run.stop) if "attention" in calls[number].op]
+    products = [number for number in numbers if number not in set(attention)]
+    chosen = [attention + products[::2], attention + products[1::2], attention + products, attention]
+    for crossing in _list_crossings(problem, run):
+        for one in ([], *chosen):
+            made = {storage for number in one for storage in problem.makes[number]}
+            yield always | crossing | (made & run.makes.keys())
+
+
+def _list_crossings(problem: Problem, run: Run) -> Iterator[frozenset[int]]:
+    """What crosses the valleys of forward: all of them, every second, every fourth, each from every place to begin.
+
+    The places differ: between two blocks of a transformer little is made again, in the middle of one a product more.
+    """
+    for across_skips in (False, True):
+        valleys = find_valleys(problem, run, across_skips=across_skips)
+        for stride in _STRIDES:
+            for start in range(min(stride, len(valleys))):
+                yield frozenset[int]().union(*valleys[start::stride])
 
 
 def _mix(  # noqa: PLR0917
     simulator: Simulator, problem: Problem, run: Run, small: KeepSet, large: KeepSet, budget_bytes: int
-) -> Iterator[KeepSet]:
+) -> KeepSet:
     """Between two keep sets: identical blocks change their minds at the same price, the last ones are to do so first.
 
     What the last blocks keep is gone first in backward.
     """
     more = sorted(large.kept - small.kept, key=lambda storage: -run.makes[storage][0])
-    low, high = 0, len(more)
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = _judge(simulator, problem, small.kept.union(more[:middle]))
-        yield found
-        low, high = (middle, high) if found.peak_bytes <= budget_bytes else (low, middle)
+    return _fill(simulator, problem, small, more, budget_bytes, tries=_FEW_TRIES)
 
 
 def _keep_more(simulator: Simulator, problem: Problem, run: Run, found: KeepSet, budget_bytes: int | None) -> KeepSet:
-    """Keep also what products, convolutions and attention give, the last ones first, where there is room for it.
+    """Keep also what is still made again, where there is room for it.
 
-    At one price for a byte a value goes, however short its life: logits, which are there again before the peak.
+    At one price for a byte a value goes, however short its life: logits, which are there again before the peak. So
+    what products, convolutions and attention give is tried first, the last ones before others; then all that is
+    written, by the time that a byte of it saves.
     """
     limit = found.peak_bytes if budget_bytes is None else max(found.peak_bytes, budget_bytes)
-    dropped = {
-        storage: call
-        for storage, (call, *_) in run.makes.items()
-        if storage not in found.kept and call in found.simulation.recomputed_calls and problem.profile.calls[call].flops
-    }
-    failures = 0
-    for storage in sorted(dropped, key=dropped.__getitem__, reverse=True):
-        more = _judge(simulator, problem, found.kept | {storage})
-        if more.peak_bytes <= limit and more.recomputed_s < found.recomputed_s:
-            found, failures = more, 0
-        else:
-            failures += 1
-        if failures == _FAILURES:
-            break
+    calls = problem.profile.calls
+
+    def list_dropped() -> list[int]:
+        again = set(found.simulation.recomputed_calls)
+        makes = ((storage, makers[0]) for storage, makers in run.makes.items())
+        return [at for at, call in makes if call in again and at not in found.kept and problem.sizes[at]]
+
+    products = [storage for storage in list_dropped() if calls[run.makes[storage][0]].flops]
+    products.sort(key=lambda storage: -run.makes[storage][0])
+    found = _fill(simulator, problem, found, products, limit)
+    others = list_dropped()
+    others.sort(key=lambda storage: -problem.seconds[run.makes[storage][0]] / problem.sizes[storage])
+    return _fill(simulator, problem, found, others, limit)
+
+
+def _fill(
+    simulator: Simulator,
+    problem: Problem,
+    found: KeepSet,
+    more: list[int],
+    limit_bytes: int,
+    *,
+    tries: int = _TRIES,
+) -> KeepSet:
+    """Keep of these storages, in this order, what leaves the peak within a limit and saves time.
+
+    All at once if that fits; if not, first one half, then the other: what does not fit is passed over.
+    """
+    parts = [more] if more else []
+    while parts and tries:
+        part, tries = parts.pop(0), tries - 1
+        larger = _judge(simulator, problem, found.kept.union(part))
+        if larger.peak_bytes <= limit_bytes:
+            found = larger if larger.recomputed_s < found.recomputed_s else found
+        elif len(part) > 1:
+            parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
     return found
 
 

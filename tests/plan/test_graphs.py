@@ -1,0 +1,39 @@
+"""What a compiled graph keeps within a budget, on steps written by hand."""
+
+import pytest
+
+from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
+from recollect._core.profiles import Profile
+from recollect._plan.fusing import find_saved
+from recollect._plan.graphs import find_keep_set
+
+pytest.importorskip("scipy")
+SMALL, LARGE = 1000, 100_000
+
+
+def make_step(sizes: list[int]) -> Profile:
+    """Each value is looked up by the one before it, and backward reads them all, the last one first."""
+    storages = [Storage(bytes=SMALL, lifetime=Lifetime.STEP), *(Storage(bytes=size) for size in sizes)]
+    gradients = [Storage(bytes=8) for _ in sizes]
+    values = [Value(storage=at, shape=(one.bytes,), bytes=one.bytes) for at, one in enumerate(storages + gradients)]
+    made = values[1 : len(sizes) + 1]
+    forward = [
+        OpCall(op="aten.embedding.default", inputs=(given,), outputs=(out,), call=number)
+        for number, (given, out) in enumerate(zip(values, made, strict=False))
+    ]
+    backward = [
+        OpCall(op="aten.sort.default", phase=Phase.BACKWARD, inputs=(saved,), outputs=(gradient,))
+        for saved, gradient in zip(reversed(made), values[len(storages) :], strict=True)
+    ]
+    step = Profile(storages=(*storages, *gradients), calls=(*forward, *backward))
+    return Profile(storages=step.storages, calls=step.calls, saved=tuple(find_saved(step)))
+
+
+@pytest.mark.parametrize("room", [0, 2, 4, 8])
+def test_the_largest_value_is_kept_where_dropping_it_lowers_no_peak(room: int) -> None:
+    """It is in memory when backward begins, whether it was kept or made again."""
+    sizes = [SMALL * (1 + number % 3) for number in range(12)]
+    step = make_step([*sizes, LARGE, SMALL])
+    found = find_keep_set(step, find_keep_set(step, None).peak_bytes + room * SMALL)
+    assert len(sizes) not in found.simulation.recomputed_calls
+    assert found.simulation.recomputed_calls
