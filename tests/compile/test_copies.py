@@ -106,7 +106,7 @@ def test_copies_wait_for_the_product_before_their_use_unless_others_before_them_
     copying = _Copying(graph, {tangent, product, result}, {view, sine, cosine})
     copying.run()
     assert [node.target for node in copying.made] == [aten.t.default, aten.sin.default, aten.cos.default]
-    assert [(node.target, product_) for node, product_ in copying.waits().items()] == [(aten.sin.default, product)]
+    assert [(node.target, product_) for node, product_ in copying.waits().items()] == [(aten.sin.default, [product])]
     assert not cosine.users
 
 

@@ -22,14 +22,23 @@ class Layer(fx.Graph):
         reads_early: whether another product reads the activation first.
         columns: of what the second product gives.
         is_chained: whether the second product reads what the first gives.
+        reads_another: whether the first product reads a gradient that the second does not.
     """
 
-    def __init__(self, *, reads_early: bool = False, columns: int = WIDE, is_chained: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        reads_early: bool = False,
+        columns: int = WIDE,
+        is_chained: bool = False,
+        reads_another: bool = False,
+    ) -> None:
         super().__init__()
         raw, weight = self._given("raw", ROWS, WIDE), self._given("weight", NARROW, columns)
         incoming = self._given("tangents_1", ROWS, NARROW)
         active = self._call(torch.ops.aten.sigmoid.default, raw)
-        turned = self._call(torch.ops.aten.t.default, incoming)
+        read = self._given("tangents_2", ROWS, NARROW) if reads_another else incoming
+        turned = self._call(torch.ops.aten.t.default, read)
         early = (self._call(torch.ops.aten.mm.default, turned, active),) if reads_early else ()
         of_weight = self._call(torch.ops.aten.mm.default, turned, active)
         doubled = self._call(torch.ops.aten.mul.Tensor, of_weight, 2.0)
@@ -67,6 +76,7 @@ def test_a_product_that_reads_a_recomputed_activation_goes_behind_the_next() -> 
         pytest.param(Layer(reads_early=True), id="the activation is in memory already"),
         pytest.param(Layer(columns=2 * WIDE), id="what the second gives is larger than the activation"),
         pytest.param(Layer(is_chained=True), id="the second reads what the first gives"),
+        pytest.param(Layer(reads_another=True), id="the first would hold a gradient for longer"),
     ],
 )
 def test_other_products_stay_where_they_are(layer: fx.Graph) -> None:

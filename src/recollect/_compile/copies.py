@@ -106,9 +106,9 @@ class _Copying:
             self.made[copies[node]] = last
         return copies[node]
 
-    def waits(self) -> dict[fx.Node, fx.Node]:
+    def waits(self) -> dict[fx.Node, list[fx.Node]]:
         """Which copies are to wait for which product: those that no other copy but a view stands before."""
-        found: dict[fx.Node, fx.Node] = {}
+        found: dict[fx.Node, list[fx.Node]] = {}
         views: set[fx.Node] = set()
         for node, last in self.made.items():
             if any(source in self.made and source not in views for source in node.all_input_nodes):
@@ -116,5 +116,5 @@ class _Copying:
             if is_view(node):
                 views.add(node)
             elif last is not None:
-                found[node] = last
+                found[node] = [last]
         return found

@@ -3,7 +3,7 @@
 Backward of a linear layer is two products: the gradient of its weight reads the layer's input, that of its input does
 not. An input that is recomputed pointwise, such as an activation, is made from what the kernel after the second product
 reads anyway. One kernel makes both, unless the first product has to run before it. What the second product gives then
-takes the place of the recomputed value in memory.
+takes the place of the recomputed value in memory, and the gradient that both read lives no longer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def defer_readers(backward: fx.GraphModule) -> int:
             if not set(node.all_input_nodes).isdisjoint(made):
                 made.append(node)
         is_free = set(nodes[second].all_input_nodes).isdisjoint(made)
-        if is_free and _saves_kernel(product, nodes[second], nodes[second + 1 : end], late, places):
+        holds_nothing = _gradients_of(product, late) <= _gradients_of(nodes[second], late)
+        if is_free and holds_nothing and _saves_kernel(product, nodes[second], nodes[second + 1 : end], late, places):
             for node in reversed(made):
                 nodes[second].append(node)
             moved |= {product, nodes[second]}
@@ -47,9 +48,7 @@ def _saves_kernel(
 ) -> bool:
     """Whether something that the first reads can be made by the kernel that reads what the second gives."""
     for argument in first.all_input_nodes:
-        value = argument
-        while is_view(value):
-            value = value.all_input_nodes[0]
+        value = _base(argument)
         if value in late or not is_cheap(value) or bytes_of(second) > bytes_of(value):
             continue
         aliases = {value} | _reach(value, lambda node: filter(is_view, node.users))
@@ -60,6 +59,18 @@ def _saves_kernel(
         if any(second in (read := _sources(node)) and not sources.isdisjoint(read) for node in of_that_size):
             return True
     return False
+
+
+def _gradients_of(product: fx.Node, late: set[fx.Node]) -> set[fx.Node]:
+    """The gradients that a product reads, as they lie in memory."""
+    return {value for value in map(_base, product.all_input_nodes) if value in late}
+
+
+def _base(value: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while is_view(value):
+        value = value.all_input_nodes[0]
+    return value
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:

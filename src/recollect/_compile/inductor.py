@@ -52,12 +52,15 @@ def arrange_backward() -> None:
         code.EfficientPeakEstimate = _estimating(code.EfficientPeakEstimate)
 
 
-def find_copied_inputs(joint: fx.GraphModule) -> set[str]:
-    """The names of inputs that Inductor copies, because convolutions are to read them with the channels last."""
+def turns_images(joint: fx.GraphModule) -> bool:
+    """Whether Inductor has convolutions read their operands with the channels last, however they lie."""
     from torch._inductor.graph import GraphLowering
 
-    if not GraphLowering.decide_layout_opt(joint, is_inference=False):
-        return set()
+    return bool(GraphLowering.decide_layout_opt(joint, is_inference=False))
+
+
+def find_copied_inputs(joint: fx.GraphModule) -> set[str]:
+    """The names of inputs that Inductor copies where it turns images."""
     convolutions = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
     operands = {operand for node in convolutions for operand in node.args[:2] if isinstance(operand, fx.Node)}
     return {operand.name for operand in operands if operand.op == "placeholder" and not _has_channels_last(operand)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -53,15 +53,23 @@ class Joint:
     storages: dict[fx.Node, tuple[int, ...]]
 
 
-def read_joint(module: fx.GraphModule, *, in_forward: Collection[str] = (), copied: Collection[str] = ()) -> Joint:
+def read_joint(
+    module: fx.GraphModule,
+    *,
+    in_forward: Collection[str] = (),
+    copied: Collection[str] = (),
+    workspace: Callable[[fx.Node], int] = lambda node: 0,
+) -> Joint:
     """Read a joint graph.
 
     Args:
         module: AOTAutograd's joint graph.
         in_forward: names of nodes that are forward's whatever they look like, as a partitioner may have it.
         copied: names of inputs of which a compiler makes a copy that lives as long as the step: they count twice.
+        workspace: the bytes that a node takes while it runs, beside what it reads and gives.
     """
-    reading = _Reading(numbering=Numbering([node for node in module.graph.nodes if node.op == "call_function"]))
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    reading = _Reading(numbering=Numbering(calls), workspace=workspace)
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             reading.add_input(node, times=2 if node.name in copied else 1)
@@ -102,6 +110,7 @@ class _Reading:
     """What has been read so far."""
 
     numbering: Numbering
+    workspace: Callable[[fx.Node], int]
     sizes: list[Storage] = field(default_factory=list)
     calls: list[tuple[fx.Node, OpCall]] = field(default_factory=list)
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -151,6 +160,7 @@ class _Reading:
             is_routing=original.is_routing or self._follows_choice(node, outputs),
             is_collective=original.is_collective,
             runs_once=bool(written) or _short(node.target) in _ONCE,
+            workspace_bytes=self.workspace(node),
         )
         if call.is_routing:
             self.chosen.add(node)

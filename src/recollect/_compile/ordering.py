@@ -23,6 +23,7 @@ from typing import Any
 from torch import fx
 from torch._C import DispatchKey
 
+from recollect._compile.crossing import find_crossing
 from recollect._compile.nodes import has_kernel
 
 _ALONE = "recollect_waits_alone"
@@ -35,7 +36,7 @@ def keep_order(backward: fx.GraphModule, *, alone: bool = True) -> int:
         backward: the graph.
         alone: as in `wait_for`.
     """
-    waits: dict[fx.Node, fx.Node] = {}
+    waits: dict[fx.Node, list[fx.Node]] = {}
     before: fx.Node | None = None
     made_of_it: set[fx.Node] = set()  # of the kernel before, and so after it anyway
     for node in backward.graph.nodes:
@@ -44,18 +45,20 @@ def keep_order(backward: fx.GraphModule, *, alone: bool = True) -> int:
         if not has_kernel(node):
             continue
         if before is not None and node not in made_of_it:
-            waits[node] = before
+            waits[node] = [before]
         before, made_of_it = node, {node}
-    wait_for(backward, waits, alone=alone)
+    for node, values in find_crossing(backward).items():
+        waits.setdefault(node, []).extend(values)
+    wait_for(backward, {node: waits[node] for node in backward.graph.nodes if node in waits}, alone=alone)
     return len(waits)
 
 
-def wait_for(module: fx.GraphModule, waits: dict[fx.Node, fx.Node], *, alone: bool = False) -> None:
-    """Let each of these nodes run after another, which stands before it.
+def wait_for(module: fx.GraphModule, waits: dict[fx.Node, list[fx.Node]], *, alone: bool = False) -> None:
+    """Let each of these nodes run after others, which stand before it.
 
     Args:
         module: holds them.
-        waits: for each node, the one before it.
+        waits: for each node, those before it. They are written to memory.
         alone: whether what is computed for a node as its argument need not wait with it.
     """
     from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -64,7 +67,7 @@ def wait_for(module: fx.GraphModule, waits: dict[fx.Node, fx.Node], *, alone: bo
     if waits:
         _mend(control_deps)
         others = set(module.graph.find_nodes(op="call_function", target=control_deps))
-        preserve_node_ordering(module.graph, {node: OrderedSet([before]) for node, before in waits.items()})
+        preserve_node_ordering(module.graph, {node: OrderedSet(before) for node, before in waits.items()})
         for node in module.graph.find_nodes(op="call_function", target=control_deps):
             if node not in others:
                 node.meta[_ALONE] = alone

@@ -24,11 +24,12 @@ from typing import Any
 from torch import fx
 
 from recollect._compile.deferring import defer_readers
-from recollect._compile.inductor import arrange_backward, find_copied_inputs
+from recollect._compile.inductor import arrange_backward, find_copied_inputs, turns_images
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
 from recollect._compile.offloading import MARK, mark_offloaded
 from recollect._compile.ordering import keep_order
+from recollect._compile.workspaces import workspaces_of
 from recollect._core.argument_text import short_repr
 from recollect._core.calls import Lifetime, OpCall
 from recollect._core.decisions import Decision, Site
@@ -101,14 +102,16 @@ class Partitioner:
         count: int = options["num_fwd_outputs"]
         _merge_equal_nodes(gm)
         cuts_for_inductor: Any = inductor_config.custom_partitioner_fn
-        copied = find_copied_inputs(gm) if cuts_for_inductor is self else set()
-        joint = read_joint(gm, copied=copied)
+        has_turned = cuts_for_inductor is self and turns_images(gm)
+        copied = find_copied_inputs(gm) if has_turned else set()
+        workspace = workspaces_of(gm, has_channels_last=has_turned)
+        joint = read_joint(gm, copied=copied, workspace=workspace)
         decided = _decide(joint, self._choose(joint.profile))
         plan = _plan(joint.profile, decided)
         _tag(joint, decided)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         if self._report is not None or _log.isEnabledFor(logging.DEBUG):
-            partition = _judge(gm, forward, count, plan, copied)
+            partition = _judge(gm, forward, count, plan, copied, workspace)
             _log.debug("partition: %s", partition.simulation)
             if self._report is not None:
                 self._report(partition)
@@ -322,8 +325,13 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     return [*parts, *(inner for part in parts for inner in _parts(part))]
 
 
-def _judge(
-    gm: fx.GraphModule, forward: fx.GraphModule, count: int, plan: Plan, copied: Collection[str] = ()
+def _judge(  # noqa: PLR0917
+    gm: fx.GraphModule,
+    forward: fx.GraphModule,
+    count: int,
+    plan: Plan,
+    copied: Collection[str] = (),
+    workspace: Callable[[fx.Node], int] = lambda node: 0,
 ) -> Partition:
     """Simulate what was emitted."""
     by_name = {node.name: node for node in gm.graph.nodes}
@@ -334,7 +342,7 @@ def _judge(
         return found if found is not None and found.meta.get("val") is node.meta.get("val") else None
 
     names = {node.name for node in forward.graph.nodes if origin(node) is not None}
-    joint = read_joint(gm, in_forward=names, copied=copied)
+    joint = read_joint(gm, in_forward=names, copied=copied, workspace=workspace)
     results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
     assert isinstance(results, Sequence)
     passed = (origin(node) for node in results[count:] if isinstance(node, fx.Node))

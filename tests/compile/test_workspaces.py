@@ -1,0 +1,75 @@
+"""Convolutions and attention take memory while they run: plans of compiled graphs count it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from recollect._compile.workspaces import workspaces_of
+from tests.compile.test_budgets import run_within
+
+BATCH, WIDTH, SIDE = 4, 64, 16
+
+
+def make_graph(target: Any, *values: Any, result: Tensor) -> fx.GraphModule:
+    graph = fx.Graph()
+    args = []
+    for number, value in enumerate(values):
+        node: Any = value
+        if isinstance(value, Tensor):
+            node = graph.placeholder(f"given_{number}")
+            node.meta["val"] = value
+        args.append(node)
+    call = graph.call_function(target, tuple(args))
+    call.meta["val"] = result
+    graph.output(call)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def count(module: fx.GraphModule, *, has_channels_last: bool = False) -> int:
+    (call,) = module.graph.find_nodes(op="call_function", target=next(_targets(module)))
+    return workspaces_of(module, has_channels_last=has_channels_last)(call)
+
+
+def _targets(module: fx.GraphModule) -> Any:
+    return (node.target for node in module.graph.nodes if node.op == "call_function")
+
+
+def test_on_cuda_attentions_backward_holds_gradients_in_float32() -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    module = make_graph(flash, query, query, query, query, query, result=query)
+    assert count(module) >= 4 * query.numel()
+
+
+def test_on_cuda_images_that_inductor_turns_need_no_copy() -> None:
+    with FakeTensorMode():
+        image = torch.empty(BATCH, WIDTH, SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
+        weight = torch.empty(WIDTH, WIDTH, 3, 3, device="cuda", dtype=torch.bfloat16)
+        module = make_graph(
+            torch.ops.aten.convolution.default,
+            *(image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+            result=image,
+        )
+        assert count(module) >= 2 * image.numel() * 2
+        assert count(module, has_channels_last=True) == 0
+
+
+def test_products_and_what_is_pointwise_take_nothing() -> None:
+    square = torch.empty(4, 4)
+    assert not count(make_graph(torch.ops.aten.mm.default, square, square, result=square))
+    assert not count(make_graph(torch.ops.aten.sin.default, square, result=square))
+
+
+def test_the_judge_of_graphs_counts_them() -> None:
+    pytest.importorskip("scipy")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)))
+    found = run_within("fastest", model, torch.randn(2, 8, 8, 8)).partition.profile
+    taken = {call.op: call.workspace_bytes for call in found.calls}
+    weight = 8 * 8 * 9 * 4
+    assert taken["aten.convolution.default"] == weight
+    assert taken["aten.convolution_backward.default"] == 2 * weight
