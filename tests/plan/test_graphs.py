@@ -1,11 +1,13 @@
 """What a compiled graph keeps within a budget, on steps written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
 from recollect._core.profiles import Profile
 from recollect._plan.fusing import find_saved
-from recollect._plan.graphs import find_keep_set
+from recollect._plan.graphs import _leave_room, find_keep_set
 
 pytest.importorskip("scipy")
 SMALL, LARGE = 1000, 100_000
@@ -37,3 +39,10 @@ def test_the_largest_value_is_kept_where_dropping_it_lowers_no_peak(room: int) -
     found = find_keep_set(step, find_keep_set(step, None).peak_bytes + room * SMALL)
     assert len(sizes) not in found.simulation.recomputed_calls
     assert found.simulation.recomputed_calls
+
+
+def test_a_compilers_copies_of_inputs_leave_no_less_room() -> None:
+    """They are its own: what cannot be foreseen is a part of all that it makes."""
+    step = make_step([SMALL])
+    copied = replace(step, storages=(*step.storages, step.storages[0]))
+    assert _leave_room(copied, 10 * SMALL) == _leave_room(step, 10 * SMALL) == 10 * SMALL - 9 * SMALL * 5 // 100

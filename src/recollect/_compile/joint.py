@@ -65,14 +65,14 @@ def read_joint(
     Args:
         module: AOTAutograd's joint graph.
         in_forward: names of nodes that are forward's whatever they look like, as a partitioner may have it.
-        copied: names of inputs of which a compiler makes a copy that lives as long as the step: they count twice.
+        copied: names of inputs of which a compiler makes a copy that lives as long as the step: a storage of its own.
         workspace: the bytes that a node takes while it runs, beside what it reads and gives.
     """
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     reading = _Reading(numbering=Numbering(calls), workspace=workspace)
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            reading.add_input(node, times=2 if node.name in copied else 1)
+            reading.add_input(node, is_copied=node.name in copied)
         elif node.op == "call_function":
             reading.add_call(node, in_forward)
     outputs = next(iter(module.graph.find_nodes(op="output")))
@@ -117,12 +117,13 @@ class _Reading:
     in_backward: set[fx.Node] = field(default_factory=set)
     chosen: set[fx.Node] = field(default_factory=set)
 
-    def add_input(self, node: fx.Node, *, times: int = 1) -> None:
+    def add_input(self, node: fx.Node, *, is_copied: bool = False) -> None:
         given = "tangents" in str(node.target)
         lifetime = Lifetime.GIVEN if given else Lifetime.STEP
         first = len(self.sizes)
         self.values[node] = self._new(node.meta.get("val"), lifetime, str(node.target))
-        self.sizes[first:] = (replace(size, bytes=size.bytes * times) for size in self.sizes[first:])
+        if is_copied:
+            self.sizes += self.sizes[first:]  # nobody reads that one: it is the compiler's own
         if given:
             self.in_backward.add(node)
 

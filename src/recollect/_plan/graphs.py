@@ -125,10 +125,14 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
 
 
 def _leave_room(profile: Profile, budget_bytes: int | None) -> int | None:
-    """The budget less what cannot be foreseen: how kernels are cut, and what Inductor holds on to."""
+    """The budget less what cannot be foreseen: how kernels are cut, and what Inductor holds on to.
+
+    Copies of inputs, which no call reads, are the compiler's own, and count with what it makes.
+    """
     if budget_bytes is None:
         return None
-    held = sum(storage.bytes for storage in profile.storages if storage.lifetime is Lifetime.STEP)
+    read = frozenset[int]().union(*(call.reads for call in profile.calls))
+    held = sum(profile.storages[at].bytes for at in read if profile.storages[at].lifetime is Lifetime.STEP)
     return budget_bytes - int(max(budget_bytes - held, 0) * _MARGIN)
 
 
