@@ -17,7 +17,7 @@ from recollect._compile.partition import Partition, _judge, _merge_equal_nodes, 
 from recollect._core.calls import Phase
 from recollect._core.plans import Plan
 from recollect._plan.fusing import is_reducing
-from recollect._plan.graphs import find_keep_set, judge_keep_set, price
+from recollect._plan.graphs import _Judge, _price_all, find_keep_set, price
 from recollect._plan.simulate import Simulation
 from tests.compile.graphs import Compiled, run_cut, transformer
 
@@ -131,7 +131,8 @@ def test_at_the_peak_of_torchs_policies_no_more_is_made_again(call: Callable[...
     assert isinstance(blocks, nn.Sequential)
     wrapped = (one if number % every else Wrapped(one, call) for number, one in enumerate(blocks))
     seen = run_torchs(1.0, Headed(nn.Sequential(*wrapped)), torch.randn(4, 32, 32)).partition
-    theirs = judge_keep_set(seen.profile, seen.kept)
+    priced, _ = _price_all(seen.profile)
+    theirs = _Judge(priced, None)(seen.kept)
     ours = find_keep_set(seen.profile, theirs.peak_bytes)
     assert theirs.recomputed_s
     assert ours.peak_bytes <= theirs.peak_bytes

@@ -62,21 +62,11 @@ def find_keep_set(profile: Profile, budget_bytes: int | None) -> KeepSet:
     Where nothing fits, it is the one with the smallest peak, too: whoever asks must look.
     """
     priced, gone = _price_all(profile)
-    problem, simulator = Problem(priced), Simulator(priced)
-    (run,) = problem.runs_of("")
-    best: KeepSet | None = None
-    for found in _list_keep_sets(simulator, problem, run, budget_bytes):
-        if best is None or _rank(found, budget_bytes) < _rank(best, budget_bytes):
-            best = found
-    assert best is not None
-    best = _keep_more(simulator, problem, run, best, budget_bytes)
+    judge = _Judge(priced, budget_bytes)
+    (run,) = judge.problem.runs_of("")
+    _try_all(judge, run)
+    best = judge.describe(_keep_more(judge, run, judge.best))
     return replace(best, kept=best.kept - gone)
-
-
-def judge_keep_set(profile: Profile, kept: frozenset[int]) -> KeepSet:
-    """What keeping these storages of a joint graph takes and costs, by the judge of `find_keep_set`."""
-    priced, _ = _price_all(profile)
-    return _judge(Simulator(priced), Problem(priced), kept)
 
 
 def _price_all(profile: Profile) -> tuple[Profile, frozenset[int]]:
@@ -167,39 +157,83 @@ def price(call: OpCall, *, is_written: bool = False) -> float:
     return max(call.flops / _FLOPS_PER_S, moved / _BYTES_PER_S)
 
 
-def _rank(found: KeepSet, budget_bytes: int | None) -> tuple[float, float]:
-    """Less is better: first what fits, by time; then what does not, by peak."""
-    if budget_bytes is not None and found.peak_bytes <= budget_bytes:
-        return 0.0, found.recomputed_s
-    return float(found.peak_bytes), found.recomputed_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A keep set and what it takes, without the simulation, which is large: hundreds are judged."""
+
+    kept: frozenset[int]
+    peak_bytes: int
+    recomputed_s: float
 
 
-def _list_keep_sets(simulator: Simulator, problem: Problem, run: Run, budget_bytes: int | None) -> Iterator[KeepSet]:
+class _Judge:
+    """Judges keep sets of a step, each once, and remembers the best for a budget.
+
+    Attributes:
+        problem: the step.
+        budget_bytes: that the peak is to stay within; None asks for the smallest peak.
+    """
+
+    def __init__(self, priced: Profile, budget_bytes: int | None) -> None:
+        self.problem, self.budget_bytes = Problem(priced), budget_bytes
+        self._simulator = Simulator(priced)
+        self._known: dict[frozenset[int], _Found] = {}
+
+    @property
+    def best(self) -> _Found:
+        """Of all that were judged, the quickest that fits; if none does, the one with the smallest peak."""
+        return min(self._known.values(), key=self._rank)
+
+    def __call__(self, kept: frozenset[int]) -> _Found:
+        found = self._known.get(kept)
+        if found is None:
+            whole = self._simulate(kept)
+            found = _Found(kept=kept, peak_bytes=whole.peak_bytes, recomputed_s=whole.recomputed_s)
+            self._known[kept] = found
+        return found
+
+    def describe(self, found: _Found) -> KeepSet:
+        """All that is known of it."""
+        return self._simulate(found.kept)
+
+    def _simulate(self, kept: frozenset[int]) -> KeepSet:
+        found = self._simulator.run(kept)
+        again_s = sum(self.problem.seconds[step.call] for step in found.steps if step.again)
+        return KeepSet(kept=kept, peak_bytes=max(found.bytes_at), recomputed_s=again_s, simulation=found)
+
+    def fits(self, found: _Found) -> bool:
+        """Whether it stays within the budget."""
+        return self.budget_bytes is not None and found.peak_bytes <= self.budget_bytes
+
+    def _rank(self, found: _Found) -> tuple[float, float]:
+        """Less is better: first what fits, by time; then what does not, by peak."""
+        return (0.0 if self.fits(found) else float(found.peak_bytes)), found.recomputed_s
+
+
+def _try_all(judge: _Judge, run: Run) -> None:
+    """Judge what standard policies keep, and what is best at some price for a byte."""
+    problem = judge.problem
     always = _find_always(problem.profile)
-    plain = _judge(simulator, problem, run.needs | always)
-    yield plain
+    plain = judge(run.needs | always)
     for kept in dict.fromkeys(_list_standard(problem, run, always)):
-        yield _judge(simulator, problem, kept)
+        judge(kept)
     for there in dict.fromkeys((always, *(always | crossing for crossing in _list_crossings(problem, run)))):
         program = IntegerProgram(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
-        small, large = _judge(simulator, problem, program.keep_at(high) | there), plain
-        yield small
+        small, large = judge(program.keep_at(high) | there), plain
         for price_of_byte in _list_prices(high) if there == always else ():
-            found = _judge(simulator, problem, program.keep_at(price_of_byte) | there)
-            yield found
-            if budget_bytes is not None and found.peak_bytes <= budget_bytes:
+            found = judge(program.keep_at(price_of_byte) | there)
+            if judge.fits(found):
                 low, high, small = price_of_byte * _APART, price_of_byte, found
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5 if low else high / 2**_BISECTIONS
-            found = _judge(simulator, problem, program.keep_at(middle) | there)
-            yield found
-            if budget_bytes is not None and found.peak_bytes <= budget_bytes:
+            found = judge(program.keep_at(middle) | there)
+            if judge.fits(found):
                 high, small = middle, found
             else:
                 low, large = middle, found
-        if budget_bytes is not None and small.peak_bytes <= budget_bytes:
-            yield _mix(simulator, problem, run, small, large, budget_bytes)
+        if judge.fits(small) and large.recomputed_s < judge.best.recomputed_s:
+            _mix(judge, run, small, large)
 
 
 def _list_standard(problem: Problem, run: Run, always: frozenset[int]) -> Iterator[frozenset[int]]:
@@ -227,49 +261,40 @@ def _list_crossings(problem: Problem, run: Run) -> Iterator[frozenset[int]]:
                 yield frozenset[int]().union(*valleys[start::stride])
 
 
-def _mix(  # noqa: PLR0917
-    simulator: Simulator, problem: Problem, run: Run, small: KeepSet, large: KeepSet, budget_bytes: int
-) -> KeepSet:
+def _mix(judge: _Judge, run: Run, small: _Found, large: _Found) -> None:
     """Between two keep sets: identical blocks change their minds at the same price, the last ones are to do so first.
 
     What the last blocks keep is gone first in backward.
     """
+    assert judge.budget_bytes is not None
     more = sorted(large.kept - small.kept, key=lambda storage: -run.makes[storage][0])
-    return _fill(simulator, problem, small, more, budget_bytes, tries=_FEW_TRIES)
+    _fill(judge, small, more, judge.budget_bytes, tries=_FEW_TRIES)
 
 
-def _keep_more(simulator: Simulator, problem: Problem, run: Run, found: KeepSet, budget_bytes: int | None) -> KeepSet:
+def _keep_more(judge: _Judge, run: Run, found: _Found) -> _Found:
     """Keep also what is still made again, where there is room for it.
 
     At one price for a byte a value goes, however short its life: logits, which are there again before the peak. So
     what products, convolutions and attention give is tried first, the last ones before others; then all that is
     written, by the time that a byte of it saves.
     """
-    limit = found.peak_bytes if budget_bytes is None else max(found.peak_bytes, budget_bytes)
-    calls = problem.profile.calls
+    limit = max(found.peak_bytes, judge.budget_bytes or 0)
+    problem = judge.problem
 
     def list_dropped() -> list[int]:
-        again = set(found.simulation.recomputed_calls)
+        again = set(judge.describe(found).simulation.recomputed_calls)
         makes = ((storage, makers[0]) for storage, makers in run.makes.items())
         return [at for at, call in makes if call in again and at not in found.kept and problem.sizes[at]]
 
-    products = [storage for storage in list_dropped() if calls[run.makes[storage][0]].flops]
+    products = [storage for storage in list_dropped() if problem.profile.calls[run.makes[storage][0]].flops]
     products.sort(key=lambda storage: -run.makes[storage][0])
-    found = _fill(simulator, problem, found, products, limit)
+    found = _fill(judge, found, products, limit)
     others = list_dropped()
     others.sort(key=lambda storage: -problem.seconds[run.makes[storage][0]] / problem.sizes[storage])
-    return _fill(simulator, problem, found, others, limit)
+    return _fill(judge, found, others, limit)
 
 
-def _fill(
-    simulator: Simulator,
-    problem: Problem,
-    found: KeepSet,
-    more: list[int],
-    limit_bytes: int,
-    *,
-    tries: int = _TRIES,
-) -> KeepSet:
+def _fill(judge: _Judge, found: _Found, more: list[int], limit_bytes: int, *, tries: int = _TRIES) -> _Found:
     """Keep of these storages, in this order, what leaves the peak within a limit and saves time.
 
     All at once if that fits; if not, first one half, then the other: what does not fit is passed over.
@@ -277,18 +302,12 @@ def _fill(
     parts = [more] if more else []
     while parts and tries:
         part, tries = parts.pop(0), tries - 1
-        larger = _judge(simulator, problem, found.kept.union(part))
+        larger = judge(found.kept.union(part))
         if larger.peak_bytes <= limit_bytes:
             found = larger if larger.recomputed_s < found.recomputed_s else found
         elif len(part) > 1:
             parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
     return found
-
-
-def _judge(simulator: Simulator, problem: Problem, kept: frozenset[int]) -> KeepSet:
-    found = simulator.run(kept)
-    again_s = sum(problem.seconds[step.call] for step in found.steps if step.again)
-    return KeepSet(kept=kept, peak_bytes=max(found.bytes_at), recomputed_s=again_s, simulation=found)
 
 
 def _find_always(profile: Profile) -> frozenset[int]:
