@@ -64,12 +64,17 @@ def test_products_and_what_is_pointwise_take_nothing() -> None:
     assert not count(make_graph(torch.ops.aten.sin.default, square, result=square))
 
 
-def test_the_judge_of_graphs_counts_them() -> None:
+@pytest.mark.parametrize(
+    ("channels", "groups", "images"),
+    [pytest.param(16, 1, 0, id="plain"), pytest.param(16, 16, 3, id="depthwise"), pytest.param(8, 1, 1.7, id="few")],
+)
+def test_the_judge_of_graphs_counts_them(channels: int, groups: int, images: float) -> None:
     pytest.importorskip("scipy")
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)))
-    found = run_within("fastest", model, torch.randn(2, 8, 8, 8)).partition.profile
+    model = nn.Sequential(*(nn.Conv2d(channels, channels, 3, padding=1, groups=groups) for _ in range(2)))
+    x = torch.randn(2, channels, 8, 8)
+    found = run_within("fastest", model, x).partition.profile
     taken = {call.op: call.workspace_bytes for call in found.calls}
-    weight = 8 * 8 * 9 * 4
-    assert taken["aten.convolution.default"] == weight
-    assert taken["aten.convolution_backward.default"] == 2 * weight
+    weight = channels * channels // groups * 9 * 4
+    assert taken["aten.convolution.default"] == weight + (x.nbytes if groups > 1 else 0)
+    assert taken["aten.convolution_backward.default"] == 2 * weight + int(images * x.nbytes)

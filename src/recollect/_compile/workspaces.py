@@ -2,8 +2,10 @@
 
 What Inductor writes itself takes nothing beside its results. Convolutions, attention and sorting it leaves to
 libraries, which take workspaces as they do in eager code: on CUDA as `_profile/dry/workspaces.py` has it, on the CPU
-copies of a convolution's weight in the library's own layout, one for its result and two for its gradients. Where
-Inductor has convolutions read their images with the channels last, they are taken to lie so.
+copies of a convolution's weight in the library's own layout, one for its result and two for its gradients. If an image
+has few channels, its gradients take 1.7 times its bytes. Of depthwise convolutions, the image is copied, and for its
+gradients two more times, by the library and by Inductor. Where Inductor has convolutions read their images with the
+channels last, they are taken to lie so.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from recollect._profile.dry.workspaces import find_workspace
 
 _LIBRARIES = ("convolution", "attention", "sort")
 _CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+_FEW_CHANNELS = 16  # less than a vector of the processor
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -59,8 +62,13 @@ def workspaces_of(joint: fx.GraphModule, *, has_channels_last: bool) -> Callable
 def _count_on_cpu(node: fx.Node) -> int:
     name = op_name(node.target) or ""
     if name == _CONVOLUTION:
-        return bytes_of(_argument(node, 1))
-    return 2 * bytes_of(_argument(node, 2)) if name == _CONVOLUTION_BACKWARD else 0
+        image, weight = _argument(node, 0), _argument(node, 1)
+        return bytes_of(weight) + (bytes_of(image) if node.args[8] != 1 else 0)
+    if name != _CONVOLUTION_BACKWARD:
+        return 0
+    image, weight = _argument(node, 1), _argument(node, 2)
+    images = 3.0 if node.args[9] != 1 else 1.7 if hint(image.meta["val"].shape[1]) < _FEW_CHANNELS else 0.0
+    return 2 * bytes_of(weight) + int(images * bytes_of(image))
 
 
 def _argument(node: fx.Node, at: int) -> fx.Node:
