@@ -187,6 +187,7 @@ def profile_step(  # noqa: PLR0913 (as above)
             optimizers=asked.optimizers,
             counters=asked.counters,
             holders=find_holders(step_or_model, asked.values),
+            step=step_or_model,
         ) as fakes,
     ):
         inputs, given = fakes.values

@@ -7,64 +7,59 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from recollect._core.reachable import read_cell
+from recollect._core.reachable import find_reachable
 from recollect._core.torch_private.fake import is_fake
 
 _Cached = type(functools.lru_cache(int))
 _HOLDERS = (dict, list, tuple)
-_ENTRY = "_lru_list_elem"  # what a cache of limited size holds its results in
+_NOT_SEARCHED = ("builtins", "torch.nn.modules.", "recollect.")
 
 
 class CachedTensors:
-    """How often each cached function had been run when this was made; 0.1 s with all of Transformers imported."""
+    """The cached functions that a step can call, and how often each had run when this was made.
 
-    def __init__(self) -> None:
-        self._before = {id(cached): (cached, cached.cache_info().misses) for cached in _list_cached()}
+    Looked at are the functions that the step leads to, and those of the modules' classes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> None:
+        called = [*_methods_of(modules), *([] if step is None or isinstance(step, nn.Module) else [step])]
+        found = find_reachable(_Cached, _do_nothing, called)
+        inner = find_reachable(_Cached, _do_nothing, [getattr(cached, "__wrapped__", None) for cached in found])
+        self._before = [(cached, cached.cache_info().misses) for cached in dict.fromkeys([*found, *inner])]
 
     def let_go(self) -> None:
-        """Empty the caches that have fake tensors by now."""
-        for cached in _list_cached():
-            _, misses = self._before.get(id(cached), (None, 0))
+        """Empty the caches that have got fake tensors since."""
+        for cached, misses in self._before:
             if cached.cache_info().misses != misses and _has_fake(cached):
                 cached.cache_clear()
 
 
-def _list_cached() -> list[Any]:
-    found = [thing for thing in gc.get_objects() if type(thing) is _Cached]
-    return found + _list_frozen() if gc.get_freeze_count() else found
+def _methods_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    kinds = dict.fromkeys(kind for module in modules for part in module.modules() for kind in type(part).__mro__)
+    for kind in kinds:
+        if not kind.__module__.startswith(_NOT_SEARCHED):
+            for value in vars(kind).values():
+                yield value.fget if isinstance(value, property) else value
 
 
-def _list_frozen() -> list[Any]:
-    """Cached functions of modules and classes, which the collector does not show if the user has frozen what there is.
-
-    Those inside of another decorator's function, too.
-    """
-    found: dict[int, Any] = {}
-    for module in list(sys.modules.values()):
-        names = list(vars(module).values()) if type(module) is ModuleType else []
-        kinds = [value for value in names if issubclass(type(value), type)]  # asks nothing of objects that pretend
-        for value in [*names, *(part for kind in kinds for part in vars(kind).values())]:
-            cells = (value.__closure__ or ()) if type(value) is FunctionType else ()
-            inside = [part for cell in cells for part in read_cell(cell)]
-            found.update((id(part), part) for part in (value, *inside) if type(part) is _Cached)
-    return list(found.values())
+def _do_nothing() -> None:
+    pass
 
 
 def _has_fake(cached: Any) -> bool:
     seen: set[int] = set()
     waiting = [cached]
     while waiting:
-        for part in gc.get_referents(waiting.pop()):
+        for part in gc.get_referents(waiting.pop()):  # results among them
             if isinstance(part, Tensor):
                 if is_fake(part):
                     return True
-            elif id(part) not in seen and (isinstance(part, _HOLDERS) or type(part).__name__ == _ENTRY):
+            elif id(part) not in seen and isinstance(part, _HOLDERS):
                 seen.add(id(part))
                 waiting.append(part)
     return False

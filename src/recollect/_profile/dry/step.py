@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePath
 from types import TracebackType
@@ -111,6 +111,7 @@ def dry_step(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     counters: Iterable[object] = (),
     holders: Iterable[Any] = (),
+    step: Callable[..., Any] | None = None,
 ) -> Generator[DryStep]:
     """Let modules, optimizers and values have fake tensors; puts everything back, also after errors.
 
@@ -126,6 +127,7 @@ def dry_step(
         optimizers: whose groups and state are fake inside; state that is yet to be made is made.
         counters: schedulers of learning rates, scalers of losses: their attributes are put back.
         holders: where else the step may leave fake tensors, see `find_holders`.
+        step: what is called inside: functions that it calls may cache fake tensors, as may those of the modules.
 
     Raises:
         ValueError: a lazy parameter; a tensor that is not plain; or, out of the step, a value of a tensor is asked for
@@ -155,7 +157,7 @@ def dry_step(
         stack.callback(before.restore)
         # Or later steps would compute with fakes, silently.
         stack.callback(Belongings(holders, only_fakes=True).put_back)
-        stack.callback(CachedTensors().let_go)
+        stack.callback(CachedTensors(modules, step).let_go)
         mode = fake_mode()
         answers: list[str] = []
         stack.enter_context(_explained(modules, answers))
