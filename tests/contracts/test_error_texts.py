@@ -19,7 +19,8 @@ from recollect._recompute import graph_rng, rng
 from tests.watching import backward
 
 READS_CHANGED = (
-    "The function read something that changed in between: a global, a random generator, or the shape of another input."
+    "The function read something that changed in between: a global, a random generator, the shape of another input, "
+    "or an attribute of a module, which recollect.register_state would put back."
 )
 SEE_LOGS = "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
 OTHER = "has different values in recomputation and in forward"

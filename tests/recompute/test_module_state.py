@@ -482,3 +482,29 @@ def test_a_module_of_torchscript_is_refused_by_name() -> None:
     for fn in (nn.Sequential(nn.Tanh(), scripted), lambda x: scripted(x)):
         with pytest.raises(TypeError, match="a region uses Linear, which is compiled by TorchScript"):
             recollect.checkpoint(fn)(x)
+
+
+class Scaled(nn.Linear):
+    """Is told by its caller, before each call, how to compute."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) * self.factor)
+
+
+def test_registered_attributes_that_a_caller_sets_between_calls_are_those_of_forward() -> None:
+    layer, x = Scaled(4, 4), torch.randn(2, 4)
+
+    def gradient(call: Callable[[Tensor], Tensor]) -> Tensor:
+        y = x
+        for layer.factor in (0.5, 1.5, 2.5):
+            y = call(y)
+        (found,) = torch.autograd.grad(y.sum(), layer.weight)
+        return found
+
+    registration = recollect.register_state(Scaled, "factor")
+    try:
+        assert torch.equal(gradient(recollect.checkpoint(layer)), gradient(layer))
+    finally:
+        registration.remove()

@@ -35,7 +35,8 @@ Values = dict[int, tuple[Tensor, int]]
 
 _SHOWN = 5
 _WHY = (
-    "The function read something that changed in between: a global, a random generator, or the shape of another input."
+    "The function read something that changed in between: a global, a random generator, the shape of another input, "
+    "or an attribute of a module, which recollect.register_state would put back."
 )
 _HOW = "To see both operator logs side by side, wrap the step in `recollect.explain_mismatch()`."
 

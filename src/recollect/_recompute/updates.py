@@ -45,11 +45,12 @@ _WRITE_ONLY: dict[type, frozenset[str]] = {
 
 
 def register_state(module_class: type[nn.Module], *names: str) -> Registration:
-    """Say which attributes a module updates in its own forward, so that recomputation does not update them again.
+    """Say which attributes a module reads that change between its calls, so that recomputation reads what forward read.
 
     Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
     need no registration if the class updates them at its first call or never. Register buffers that it updates only now
-    and then (every n-th step), and Python attributes (a counter, a list of losses).
+    and then (every n-th step), and Python attributes that it updates (a counter, a list of losses) or that its caller
+    sets before each call.
 
     Args:
         module_class: the class, subclasses included.
