@@ -1,5 +1,6 @@
 """Inductor runs what a plan recomputes where the plan has it, so that the peak is the plan's."""
 
+import operator
 from typing import Any
 
 import pytest
@@ -48,6 +49,23 @@ def test_a_product_that_reads_what_comes_of_the_one_before_need_not_wait() -> No
     turned = graph.call_function(torch.ops.aten.t.default, (wave,))
     graph.output(graph.call_function(torch.ops.aten.mm.default, (turned, x)))
     assert keep_order(fx.GraphModule(nn.Module(), graph)) == 0
+
+
+def test_of_several_results_the_one_that_lives_longest_is_waited_for() -> None:
+    """Not every version of torch waits for a tuple, such as the gradients of a convolution."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    options = ([0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+    gradients = graph.call_function(torch.ops.aten.convolution_backward.default, (x, x, weight, *options))
+    of_image = graph.call_function(operator.getitem, (gradients, 0))
+    of_weight = graph.call_function(operator.getitem, (gradients, 1))
+    wave = graph.call_function(torch.ops.aten.sin.default, (of_image,))
+    product = graph.call_function(torch.ops.aten.mm.default, (weight, weight))
+    graph.output((of_weight, wave, product))
+    module = fx.GraphModule(nn.Module(), graph)
+    assert keep_order(module) == 1
+    (node,) = module.graph.find_nodes(op="call_function", target=control_deps)
+    assert node.args[0] == (of_weight,)
 
 
 def test_a_graph_with_one_product_is_left_alone() -> None:

@@ -18,6 +18,7 @@ Run on: torch 2.11, 2.13.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from torch import fx
@@ -67,11 +68,24 @@ def wait_for(module: fx.GraphModule, waits: dict[fx.Node, list[fx.Node]], *, alo
     if waits:
         _mend(control_deps)
         others = set(module.graph.find_nodes(op="call_function", target=control_deps))
-        preserve_node_ordering(module.graph, {node: OrderedSet(before) for node, before in waits.items()})
+        places = {node: place for place, node in enumerate(module.graph.nodes)}
+        tensors = {
+            node: OrderedSet(_find_tensor(one, node, places) for one in before) for node, before in waits.items()
+        }
+        preserve_node_ordering(module.graph, tensors)
         for node in module.graph.find_nodes(op="call_function", target=control_deps):
             if node not in others:
                 node.meta[_ALONE] = alone
         module.recompile()
+
+
+def _find_tensor(before: fx.Node, node: fx.Node, places: dict[fx.Node, int]) -> fx.Node:
+    """Of a kernel with several results the one that lives longest: versions of torch before 2.13 may wait for no tuple.
+
+    Who waits for a result is a reader of it, and one that lives on anyway is no worse off.
+    """
+    parts = [user for user in before.users if user.target is operator.getitem and places[user] < places[node]]
+    return max(parts, key=lambda part: max(map(places.__getitem__, part.users), default=0), default=before)
 
 
 def _mend(control_deps: Any) -> None:
