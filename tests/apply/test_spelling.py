@@ -88,7 +88,7 @@ def test_arguments_of_the_function_are_sent_to_what_is_returned() -> None:
 def test_a_second_apply_names_what_takes_the_first_one_away() -> None:
     model = GPT()
     recollect.apply(model)
-    with pytest.raises(ValueError, match=re.escape("with recollect.remove(model) or handle.remove()")):
+    with pytest.raises(ValueError, match=re.escape("Call recollect.remove(model), or remove() on what")):
         recollect.apply(model)
     recollect.remove(model)
     recollect.apply(model).remove()
