@@ -269,7 +269,7 @@ class Watched(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.options = options
         self._seen: dict[str, weakref.ref[torch.UntypedStorage]] = {}
-        self.fails = False
+        self._fails = False
 
     def forward(self, x: Tensor) -> Any:
         return recollect.checkpoint(self.run, **self.options)(x + 0)
@@ -281,7 +281,7 @@ class Watched(nn.Module):
         gated = squashed * up.exp()
         if recollect.is_recomputing():
             self.show(normed=normed, up=up, squashed=squashed, gated=gated)
-            if self.fails:
+            if self._fails:
                 message = "on purpose"
                 raise KeyError(message)
         down: Tensor = self.down(gated)
@@ -405,7 +405,7 @@ def test_micro_batches_between_the_halves_keep_to_themselves() -> None:
 def test_a_recomputation_that_fails_leaves_nothing_behind() -> None:
     block = Watched()
     halves = Halves(block, block)
-    block.fails = True
+    block._fails = True
     sharing = Sharing()
     with pytest.raises((KeyError, RuntimeError), match=r"on purpose|Failed to run stage backward"), sharing.resume():
         halves.run_input_half()

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -493,18 +494,45 @@ class Scaled(nn.Linear):
         return torch.tanh(super().forward(x) * self.factor)
 
 
-def test_registered_attributes_that_a_caller_sets_between_calls_are_those_of_forward() -> None:
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_matmuls])
+@pytest.mark.parametrize("is_number", [True, False])
+def test_attributes_that_a_caller_sets_between_calls_are_those_of_forward(is_number: bool, policy: Any) -> None:
+    """Numbers by themselves; tensors are registered."""
     layer, x = Scaled(4, 4), torch.randn(2, 4)
+    values = [0.5, 1.5, 2.5] if is_number else [torch.full((4,), 0.5), torch.full((4,), 1.5), torch.full((4,), 2.5)]
 
     def gradient(call: Callable[[Tensor], Tensor]) -> Tensor:
         y = x
-        for layer.factor in (0.5, 1.5, 2.5):
+        for layer.factor in values:  # type: ignore[assignment]
             y = call(y)
         (found,) = torch.autograd.grad(y.sum(), layer.weight)
+        assert layer.factor is values[-1]
         return found
 
-    registration = recollect.register_state(Scaled, "factor")
-    try:
-        assert torch.equal(gradient(recollect.checkpoint(layer)), gradient(layer))
-    finally:
-        registration.remove()
+    with nullcontext() if is_number else recollect.register_state(Scaled, "factor"):
+        region = recollect.checkpoint(layer, policy=policy)
+        for _ in range(4):
+            assert torch.equal(gradient(region), gradient(layer))
+
+
+def test_an_attribute_that_becomes_a_tensor_is_as_it_was_in_forward() -> None:
+    layer, x = Scaled(4, 4), torch.randn(2, 4)
+    layer.factor = 0.5
+    region = recollect.checkpoint(layer)
+    for _ in range(2):
+        layer.factor = 0.5
+        (plain,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+        loss = region(x).sum()
+        layer.factor = torch.full((4,), 2.0)  # type: ignore[assignment]
+        (ours,) = torch.autograd.grad(loss, layer.weight)
+        assert torch.equal(ours, plain)
+        assert isinstance(layer.factor, Tensor)
+
+
+def test_an_attribute_that_forward_sets_is_left_alone() -> None:
+    """Who counts runs, counts them all."""
+    module = Diary()
+    module.calls = 0
+    for step in (1, 2):
+        backward(recollect.checkpoint(module)(torch.ones(2, requires_grad=True)).sum())
+        assert module.calls == 2 * step

@@ -1,8 +1,10 @@
 """What the modules of a region held when forward ran, and their side effects, which happen once.
 
-A region's function is searched for modules (`_core/reachable.py`). At entry their training flags, parameters and
-buffers are noted, by identity and version. For recomputation
+A region's function is searched for modules (`_core/reachable.py`). At entry their training flags and other plain
+attributes, parameters and buffers are noted, tensors by identity and version. For recomputation
 
+* an attribute that has been set since by whoever calls the module (a scale) is as it was at entry, and afterwards as it
+  was before; one that forward itself sets (a counter) is left alone, unless it is declared;
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
@@ -40,6 +42,7 @@ from recollect._recompute.updates import (
 )
 
 _MISSING, _ABSENT = object(), object()
+_TRAINING = "training"
 
 
 def _version_if(value: Any) -> int | None:
@@ -94,18 +97,24 @@ class ModuleState:
         memory: where earlier calls of the region have left what they found.
     """
 
-    __slots__ = ("_loose", "_roots", "_state", "_training", "_tree", "_trial", "_versions", "_watched", "is_watching")
+    __slots__ = (
+        *("_loose", "_own_settings", "_roots", "_settings", "_state", "_tree", "_trial", "_versions", "_watched"),
+        "is_watching",
+    )
 
     def __init__(
         self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False, memory: Memory | None = None
     ) -> None:
         tree = None if memory is None else memory.tree
-        if tree is None or not tree.is_of(roots):
+        settings = tree.settings(roots) if tree is not None and tree.is_of(roots) else None
+        if tree is None or settings is None:
             tree = ModuleTree(roots)
+            settings = tree.settings(roots)
             if memory is not None:
                 memory.tree = tree
-        self._tree, self._roots = tree, roots
-        self._training = tree.modes(roots)
+        self._tree, self._roots, self._settings = tree, roots, settings or []
+        # The plain attributes that forward sets, by module and name; None while it runs.
+        self._own_settings: set[tuple[int, str]] | None = None
         self._loose = [(ref(tensor), version_of(tensor)) for tensor in loose]
         self._state: States = []
         self._trial: Trial | None = None
@@ -140,8 +149,23 @@ class ModuleState:
                 continue
             exempt.add(id(tensor))
 
+    def _changed_settings(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Plain attributes that are not as they were at entry: where each stands, its name, and its value then."""
+        tree, own = self._tree, self._own_settings or ()
+        for number, (module, noted) in enumerate(
+            zip(tree.modules(self._roots), tree.name_values(self._settings), strict=True)
+        ):
+            table = vars(module)
+            for name, value in noted.items():
+                now = table.get(name, value)
+                if (type(now) is not type(value) or now != value) and (number, name) not in own:
+                    yield table, name, value
+
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
+        self._own_settings = set()
+        if not self._tree.has_settings(self._roots, self._settings):
+            self._note_own_settings()
         if self._tree.buffers and _versions(self._watched) != self._versions:
             self._learn_late()
         if self._trial is None:
@@ -153,6 +177,11 @@ class ModuleState:
                 self._watched = [*self._watched, tensor]  # not in place: the list may be the tree's
                 self._versions.append(version)
         self._trial = None
+
+    def _note_own_settings(self) -> None:
+        numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
+        changed = [(table, name) for table, name, _ in self._changed_settings() if name != _TRAINING]
+        self._own_settings = {(numbers[id(table)], name) for table, name in changed}
 
     def _learn_late(self) -> None:
         """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""
@@ -214,7 +243,7 @@ class ModuleState:
         self.is_watching = bool(changed)
         tree = self._tree
         if not (changed or self._state or self._trial is not None) and (
-            tree.modes(self._roots) == self._training and tree.has_same_parts()
+            tree.has_settings(self._roots, self._settings) and tree.has_same_parts()
         ):
             return None
         stack = ExitStack()
@@ -264,10 +293,11 @@ class ModuleState:
                 if now is not tensor and not is_swapped:
                     table[name] = tensor
                     stack.callback(_put_back, table, name, tensor, now)
-        for module, training in zip(self._tree.modules(self._roots), self._training, strict=True):
-            if module.training is not training:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = training
+        for table, name, value in self._changed_settings():
+            # While forward runs (a backward inside it), nobody knows which of the others are its own.
+            if self._own_settings is not None or name == _TRAINING:
+                stack.callback(table.__setitem__, name, table[name])
+                table[name] = value
         # A backward inside the function recomputes while buffers are still on trial: they may be updated, too.
         on_trial = [] if self._trial is None else self._trial.states()
         for module, name, value in (*self._state, *on_trial):

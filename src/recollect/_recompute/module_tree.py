@@ -1,8 +1,13 @@
-"""The modules that a region uses, with the tables in which they keep their parts: found once, then compared."""
+"""The modules that a region uses, with the tables in which they keep their parts: found once, then compared.
+
+Beside parameters and buffers, forward reads a module's attributes: flags such as ``training``, numbers, texts. Noted
+are those with public names, of modules other than torch's own layers, of which only dropouts are likely to be changed,
+and other than those of sharding engines, which keep their own books.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import call, is_, itemgetter
 from typing import Any
@@ -14,9 +19,31 @@ _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
-_training = itemgetter("training")
 
 Table = dict[str, Any]
+Settings = Any
+"""Values of a module's plain attributes: of one, the value itself, of several, a tuple."""
+
+_TRAINING = "training"
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _name_settings(module: nn.Module) -> tuple[str, ...]:
+    """The plain attributes that forward may read and its caller may set."""
+    table = vars(module)
+    own = type(module).__module__
+    if own.startswith("torch.") and not isinstance(module, _DROPOUTS):
+        return (_TRAINING,) if _TRAINING in table else ()
+    return tuple(name for name, value in table.items() if type(value) in _PLAIN and not name.startswith("_"))
+
+
+def _reader_of(names: tuple[str, ...]) -> Callable[[Table], Any]:
+    return itemgetter(*names) if names else _read_nothing
+
+
+def _read_nothing(_: Table) -> None:
+    """Of a module without plain attributes."""
 
 
 def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
@@ -75,11 +102,13 @@ class ModuleTree:
         buffers: the same of buffers.
         buffer_counts: how many.
         watched: the parameters that recomputation must find unchanged.
+        setting_names: of each module, the plain attributes that are noted.
+        sizes: how many attributes each has, of whatever kind.
     """
 
     __slots__ = (
-        *("_empty", "_filled", "_inner", "_inner_attributes", "_parts", "_roots", "buffer_counts", "buffers"),
-        *("parameter_counts", "parameters", "watched"),
+        *("_empty", "_filled", "_inner", "_inner_attributes", "_parts", "_readers", "_roots", "buffer_counts"),
+        *("buffers", "parameter_counts", "parameters", "setting_names", "sizes", "watched"),
     )
 
     def __init__(self, roots: list[nn.Module]) -> None:
@@ -97,6 +126,9 @@ class ModuleTree:
         self._filled = [table for table in tables if table]
         self._parts = _values(self._filled)
         self.watched = find_watched(self.parameters)
+        self.setting_names = list(map(_name_settings, modules))
+        self.sizes = list(map(len, attributes))
+        self._readers = list(map(_reader_of, self.setting_names))
 
     def is_of(self, roots: list[nn.Module]) -> bool:
         """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
@@ -110,12 +142,27 @@ class ModuleTree:
         """All of them."""
         return [*roots, *self._inner]
 
-    def modes(self, roots: list[nn.Module]) -> list[bool]:
-        """Whether each is in training mode."""
+    def settings(self, roots: list[nn.Module]) -> list[Settings] | None:
+        """The plain attributes of each module, as they are now; None if a module has got or lost one of any kind."""
+        tables = (*map(vars, roots), *self._inner_attributes)
+        if list(map(len, tables)) != self.sizes:
+            return None
         try:
-            return [*map(_training, map(vars, roots)), *map(_training, self._inner_attributes)]
-        except KeyError:  # a compiled module says it of the module that it stands for
-            return [module.training for module in self.modules(roots)]
+            return list(map(call, self._readers, tables))
+        except KeyError:
+            return None
+
+    def has_settings(self, roots: list[nn.Module], noted: list[Settings]) -> bool:
+        """Whether they are as `settings` gave them."""
+        try:
+            return self.settings(roots) == noted
+        except (RuntimeError, ValueError):  # something that cannot be compared, such as a tensor, is there instead
+            return False
+
+    def name_values(self, settings: list[Settings]) -> Iterator[Table]:
+        """What `settings` gave, of each module by name."""
+        for names, values in zip(self.setting_names, settings, strict=True):
+            yield dict(zip(names, values, strict=True)) if len(names) > 1 else dict.fromkeys(names, values)
 
     def tables(self, roots: list[nn.Module], *, of_buffers: bool) -> Iterator[Table]:
         """The table of parameters, or of buffers, that each has now."""

@@ -50,7 +50,7 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
     need no registration if the class updates them at its first call or never. Register buffers that it updates only now
     and then (every n-th step), and Python attributes that it updates (a counter, a list of losses) or that its caller
-    sets before each call.
+    sets before each call; of the latter, numbers, flags and texts with public names need none.
 
     Args:
         module_class: the class, subclasses included.
