@@ -4,6 +4,8 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -380,6 +382,37 @@ def test_compat_takes_preserve_rng_state(x: Tensor, use_reentrant: bool, preserv
     assert fn.calls == 2
     assert x.grad is not None
     assert torch.equal(x.grad, y) is preserve
+
+
+class CountingGenerator:
+    """A generator of a device that counts its draws."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_region_may_start_the_accelerator_if_nothing_is_drawn_there(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor, draws: bool
+) -> None:
+    # Inductor does, to ask what the device can do, when it compiles for the CPU.
+    started, generator = [False], CountingGenerator()
+    device = SimpleNamespace(is_initialized=lambda: started[0], default_generators=[generator])
+    monkeypatch.setattr(rng, "accelerator", lambda: ("cuda", device))
+    monkeypatch.setattr(rng, "_has_offset", lambda _: True)
+
+    def fn(x: Tensor) -> Tensor:
+        started[0] = True
+        generator.offset += 4 * draws
+        return x.exp()
+
+    with pytest.raises(RuntimeError, match="initialized the accelerator") if draws else nullcontext():
+        recollect.checkpoint(fn)(x).sum().backward()
 
 
 def test_no_accelerator_is_started_by_a_region(x: Tensor) -> None:

@@ -45,11 +45,25 @@ class Frame(Refilled):
 
     Attributes:
         metas: what the check compares, of each saved tensor; None: not noted.
+        encloses: whether regions were entered inside.
         nested: notes of the regions inside; not set if there are none.
     """
 
     __slots__ = (
-        *("around", "contexts", "entered", "evidence", "fn", "is_open", "joining", "log", "memory", "metas", "nested"),
+        *(
+            "around",
+            "contexts",
+            "encloses",
+            "entered",
+            "evidence",
+            "fn",
+            "is_open",
+            "joining",
+            "log",
+            "memory",
+            "metas",
+            "nested",
+        ),
         *("options", "recompute_context", "stops_early", "way"),
     )
 
@@ -66,7 +80,7 @@ class Frame(Refilled):
         self.options, self.way, self.memory, self.joining = options, way, memory, joining
         self.fn: Callable[..., Any] | None = fn
         self.metas: list[Meta | None] = []
-        self.is_open = True
+        self.is_open, self.encloses = True, False
         self.evidence: Evidence | None = None
         self.log: OpLog | None = None
         self.contexts: list[AbstractContextManager[Any]] | None = None
@@ -228,6 +242,8 @@ class Frame(Refilled):
 
     def drop_inputs(self) -> None:
         """Let go of what only a recomputation needs."""
+        if self.inputs is not None and self.inputs.are_led_to:
+            self.inputs.empty()
         self.inputs = self.fn = self.recompute_context = None
 
     def held_tensors(self) -> list[tuple[str, Any]]:

@@ -8,8 +8,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from recollect._core.errors import CheckpointError
 from recollect._recompute.oplog import OpLog
+from recollect._recompute.refusals import refuse_spent
 from recollect._recompute.values import Evidence
 
 if TYPE_CHECKING:
@@ -56,14 +56,7 @@ def find_again(packed: Tensor | ref[Tensor]) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     tensor = packed()
-    if tensor is None:
-        message = (
-            "backward was run through a graph that a recomputation made, and whose values are gone: forward has put a "
-            "tensor away, in an attribute or a list, and recomputation has put its own in its place.\n"
-            "Use what forward returns, or run backward through it before the region is recomputed"
-        )
-        raise CheckpointError(message)
-    return tensor
+    return refuse_spent() if tensor is None else tensor
 
 
 def differs(noted: Meta | None, now: Meta, tensor: Tensor, frame: Frame) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
-from recollect._core.torch_private.engine import set_grad_enabled
+from recollect._core.torch_private.engine import LED_TO, set_grad_enabled
 from recollect._recompute.handles import find_slot, frame_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ class Inputs:
 
     Inside saved-tensor hooks (an enclosing region, `save_on_cpu`) each tensor is given to those hooks, exactly as
     autograd would give them a saved tensor, and only the answer is held.
+
+    Attributes:
+        aliases: what stands for the tensors with gradient; None if `empty` cannot let go of them.
+        are_led_to: whether recomputed values that the frame holds lead to them, through the graph they are in.
     """
 
     __slots__ = (
@@ -39,6 +44,8 @@ class Inputs:
         "_tensors",
         "_unpack",
         "_versions",
+        "aliases",
+        "are_led_to",
     )
 
     def __init__(
@@ -63,39 +70,57 @@ class Inputs:
         self._constants: list[tuple[int, ref[Tensor]]] = []
         self._given: list[ref[Tensor]] = []  # those with a history of their own
         self._joined: list[int] = []  # those that another region makes again
+        self.aliases: list[Tensor] | None = None
+        self.are_led_to = False
         if hooks is not None and self._tensors:
-            pack, self._unpack = hooks
-            is_ours = frame_of(pack) is not None
-            self._originals = [held[index] for index in self._tensors]
-            self._requires_grad = [tensor.requires_grad for tensor in self._originals]
-            set_grad_enabled(False)
-            try:
-                for index, tensor in zip(self._tensors, self._originals, strict=True):
-                    # Whoever holds the tensor itself would hold its history, which leads back here if the function
-                    # writes into it.
-                    is_leaf = tensor.requires_grad and tensor.is_leaf
-                    packed = pack(tensor if is_ours or is_leaf else tensor.detach())
-                    held[index] = tensor.detach() if packed is tensor and not is_leaf else packed
-            finally:
-                set_grad_enabled(True)
+            self._pack(*hooks)
             return
         if joins is not None:
             self._forget_joined(joins)
-        cut: dict[int, Tensor] = {}
+        self._cut()
+
+    def _pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Give the tensors to enclosing hooks."""
+        self._unpack, held = unpack, self._held
+        frame = frame_of(pack)
+        if frame is not None:
+            frame.encloses = True
+        originals = self._originals = [held[index] for index in self._tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in originals]
+        set_grad_enabled(False)
+        try:
+            for index, tensor in zip(self._tensors, originals, strict=True):
+                # Whoever holds the tensor itself would hold its history, which leads back here if the function
+                # writes into it.
+                is_leaf = tensor.requires_grad and tensor.is_leaf
+                packed = pack(tensor if frame is not None or is_leaf else tensor.detach())
+                held[index] = tensor.detach() if packed is tensor and not is_leaf else packed
+        finally:
+            set_grad_enabled(True)
+
+    def _cut(self) -> None:
+        """Hold aliases without history."""
+        held, cut, with_gradient = self._held, dict[int, Tensor](), list[Tensor]()
+        are_plain = not self._joined
         for index in self._tensors:
             tensor = held[index]
             requires_grad = tensor.requires_grad
             if requires_grad and tensor.is_leaf:
                 continue
-            alias = cut.get(id(tensor))
+            key = id(tensor)
+            alias = cut.get(key)
             if alias is None:
-                alias = cut[id(tensor)] = tensor.detach()
+                alias = cut[key] = tensor.detach()
                 if requires_grad:
                     alias.requires_grad_()
+                    with_gradient.append(alias)
+                    are_plain = are_plain and type(alias) is Tensor
                     self._given.append(ref(tensor))
             if not requires_grad:
                 self._constants.append((index, ref(tensor)))
             held[index] = alias
+        if are_plain:
+            self.aliases = with_gradient
 
     def _forget_joined(self, joins: Joins) -> None:
         """Hold what stands for a tensor, where the region that gave it makes it again."""
@@ -115,6 +140,17 @@ class Inputs:
     def are_packed(self) -> bool:
         """Whether somebody else holds or makes the tensors, so that they come back as other objects."""
         return self._unpack is not None or bool(self._joined)
+
+    def empty(self) -> None:
+        """Let go of the tensors, though the graph of a recomputation leads to them: of those that nobody else holds.
+
+        A value that is one of them is somebody else, and so is whoever has put one away.
+        """
+        aliases, self._held, self.aliases = self.aliases or [], [], []
+        while aliases:
+            alias = aliases.pop()
+            if getrefcount(alias) == LED_TO and alias._use_count() == 2:  # type: ignore[attr-defined] # noqa: SLF001, PLR2004
+                alias.data = alias.new_empty(0)
 
     def held_tensors(self) -> list[tuple[str, Any]]:
         """Each tensor argument, as its caller wrote it, with the tensor, the enclosing region's slot, or what else."""

@@ -17,7 +17,7 @@ from recollect._core.authors import Role
 from recollect._core.errors import MismatchError
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.compiler import untraced
-from recollect._core.torch_private.engine import pass_is_partial
+from recollect._core.torch_private.engine import pass_is_whole
 from recollect._core.units import count_noun
 from recollect._recompute.rng import parse_preserve
 from recollect._recompute.surroundings import Surroundings
@@ -89,7 +89,7 @@ class CheckpointFunction(torch.autograd.Function):
     @untraced  # by compiled autograd, which would break its graph at every step of the engine
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Run the function again with a graph, and backward through it."""
-        if pass_is_partial():
+        if not pass_is_whole():
             message = (
                 "the reentrant checkpoint does not work with torch.autograd.grad() or backward(inputs=...); "
                 "use use_reentrant=False"

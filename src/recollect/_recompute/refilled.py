@@ -22,7 +22,7 @@ from recollect._core.torch_private.compiler import untraced
 from recollect._core.torch_private.engine import (
     ENGINE_CODE,
     current_pass,
-    pass_is_partial,
+    pass_is_whole,
     pass_keeps_graph,
     when_pass_ends,
 )
@@ -259,7 +259,7 @@ class Refilled(ABC):
 
     def _is_last(self) -> bool:
         """Whether the running pass frees the graph and reaches every output: no recomputation follows its own."""
-        if self.keeps_graph or self.is_differentiated or pass_is_partial():
+        if self.keeps_graph or self.is_differentiated or not pass_is_whole():
             return False
         return self.has_one_output or (self.outputs is not None and self.outputs.are_reached())
 

@@ -53,3 +53,17 @@ def refuse_changed(region: str, value: Tensor) -> NoReturn:
         "Autograd would refuse this without the region, too. Use the out-of-place form of that operation."
     )
     raise ChangedInputError(message)
+
+
+def refuse_spent() -> NoReturn:
+    """The graph of a recomputation is run backward, and the recomputation is long over.
+
+    Raises:
+        CheckpointError: always.
+    """
+    message = (
+        "backward was run through a graph that a recomputation made, and whose values are gone: forward has put a "
+        "tensor away, in an attribute or a list, and recomputation has put its own in its place.\n"
+        "Use what forward returns, or run backward through it before the region is recomputed"
+    )
+    raise CheckpointError(message)

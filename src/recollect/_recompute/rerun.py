@@ -6,11 +6,10 @@ that does not do, or something differs, a `Recorder` looks at each tensor as it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from torch import Tensor
 
@@ -18,13 +17,14 @@ from recollect._core.authors import Role
 from recollect._core.pytree import Arguments
 from recollect._core.scope import mark_last
 from recollect._core.torch_private.ambient import function_mode_depth, quietly
+from recollect._core.torch_private.dispatch import dispatch_mode_depth
 from recollect._core.torch_private.engine import pop_hooks, push_hooks
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import find_live
 from recollect._recompute.hooks import Meta, StopRecomputation, differs, find_again, may_stop, quick_meta, read_meta
 from recollect._recompute.oplog import OpLog
-from recollect._recompute.refusals import refuse_changed
-from recollect._recompute.way import Pack, Sides
+from recollect._recompute.refusals import refuse_changed, refuse_spent
+from recollect._recompute.way import Hooks, Pack, Sides
 
 if TYPE_CHECKING:
     from recollect._recompute.match import Recorder
@@ -58,17 +58,21 @@ class Rerun:
     def refill(self, frame: Frame, *, is_last: bool) -> None:
         """Run the function again and fill what is still asked for."""
         live = find_live(frame.handles)
-        last = len(frame.handles) - 1
         if live is None and self._may_collect(frame):
             assert frame.inputs is not None, "inputs go only when every value is there"
             leaves = frame.inputs.materialise(frame.name)
             collector = Collector(frame, leaves)
-            frame.around.rerun(_call, frame, leaves, self.hook(frame, collector), None, is_last)
+            hooks = self.hook(frame, collector), collector.find
+            try:
+                frame.around.rerun(_call, frame, leaves, hooks, None, is_last)
+            except BaseException:
+                collector.release()
+                raise
             if collector.fill():
                 return
-        if live is not None:
-            while not live[last]:
-                last -= 1
+        last = len(frame.handles) - 1
+        while live is not None and not live[last]:
+            last -= 1
         self._run(frame, frame.values, live, last=last, stops_early=frame.stops_early or frame.is_open, is_last=is_last)
 
     def read(self, frame: Frame, index: int) -> Tensor:
@@ -115,7 +119,8 @@ class Rerun:
         recorder = frame.options.matcher.recorder(
             frame, values, live, last=last, stops_early=stops_early, leaves=leaves
         )
-        frame.around.rerun(_call, frame, leaves, self.hook(frame, recorder), recorder.log, is_last)
+        hooks = self.hook(frame, recorder), find_again
+        frame.around.rerun(_call, frame, leaves, hooks, recorder.log, is_last)
         recorder.conclude()
 
 
@@ -125,66 +130,77 @@ RERUN = Rerun()
 class Collector:
     """Collects what one recomputation saves, to be compared with forward when it has ended.
 
+    The tensors stay in the graph of the recomputation where that holds nothing else: autograd cuts them off itself when
+    backward unpacks them. That graph holds the hooks, and so nothing that these lead to may hold the tensors any longer
+    when all is collected.
+
     Attributes:
-        count_made: how many tensors it has saved; by `pack`.
+        count_made: how many tensors it has saved.
     """
 
     __slots__ = ("_frame", "_leaves", "_made", "_metas", "count_made")
 
     def __init__(self, frame: Frame, leaves: list[Any]) -> None:
         self._frame, self._leaves = frame, leaves
-        self._made: list[Tensor] = []
+        made: list[Tensor] = []
+        self._made, self.count_made = made, made.__len__
         self._metas: list[Meta] = []
-        self.count_made: Callable[[], int] = int
 
     def pack(self) -> Pack:
         """The saved-tensor hook of recomputation: collects, and stops after the last tensor that is needed.
 
-        A closure, written out: it runs per saved tensor. The detach takes 0.35 µs of it, the metadata 0.25.
+        A closure, written out: it runs per saved tensor. The metadata take 0.25 µs of it.
         """
         made = self._made
-        add, add_meta, enough, count, constant = made.append, self._metas.append, len(self._frame.handles), 0, 0
+        add, add_meta, enough, count = made.append, self._metas.append, len(self._frame.handles), 0
 
-        def pack(tensor: Tensor) -> ref[Tensor]:
-            nonlocal count, constant
-            count += 1
+        def pack(tensor: Tensor) -> int:
+            nonlocal count
             try:
                 add_meta(quick_meta(tensor))
             except RuntimeError:  # a layout without a shape
                 add_meta(read_meta(tensor))
-            if not tensor.is_leaf:
-                # Undetached, an output would be held by the node that made it: a cycle that nothing breaks.
-                tensor = tensor.detach()
-            elif not tensor.requires_grad:
-                constant = count
             add(tensor)
+            count += 1
             if count >= enough:
-                before = made[-2] if 0 < constant == count - 1 else None
+                before = made[-2] if count > 1 and not made[-2].requires_grad else None
                 if count > enough or may_stop(self._frame, before, tensor, self._leaves):
                     raise StopRecomputation
-            return ref(tensor)
+            return count
 
-        self.count_made = made.__len__
         return pack
 
-    def fill(self) -> bool:
-        """Give what was collected to the frame; False, and nothing is given, if something differs from forward.
+    def find(self, count: int) -> Tensor:
+        """Unpack hook during recomputation: a backward inside the function reads the recomputed tensors as they are."""
+        try:
+            return self._made[count - 1]
+        except IndexError:
+            refuse_spent()
 
-        Afterwards nothing is held here: the graph of the recomputation may live on in something that the function put
-        away, a module's attribute, and it holds the hook; see `find_again`.
-        """
-        frame, made, metas = self._frame, list(self._made), self._metas
-        self._made.clear()
-        self._leaves = []
-        del made[len(frame.handles) :], metas[len(frame.handles) :]  # one more may have come before it stopped
-        if len(made) < len(frame.handles):
+    def fill(self) -> bool:
+        """Give what was collected to the frame; False, and nothing is given, if something differs from forward."""
+        frame, made, metas = self._frame, self._made[:], self._metas
+        self.release()
+        enough = len(frame.handles)
+        del made[enough:], metas[enough:]  # one more may have come before it stopped
+        if len(made) < enough:
             return False
         if metas != frame.metas and frame.options.matcher.metadata:
             triples = zip(frame.metas, metas, made, strict=True)
             if any(differs(noted, meta, tensor, frame) for noted, meta, tensor in triples):
                 return False
+        inputs = frame.inputs
+        if inputs is not None and inputs.aliases is not None and not frame.encloses and not dispatch_mode_depth():
+            inputs.are_led_to = True
+        else:
+            made = [tensor if tensor.is_leaf else tensor.detach() for tensor in made]
         frame.values.update(enumerate(zip(made, map(_VERSION, metas), strict=True)))
         return True
+
+    def release(self) -> None:
+        """Hold nothing any longer: the graph of the recomputation, if it lives on, holds the hooks."""
+        del self._made[:], self._frame
+        self._leaves = []
 
 
 _VERSION = itemgetter(3)  # of metadata
@@ -199,18 +215,19 @@ def log_again(frame: Frame, leaves: list[Any]) -> OpLog:
         return tensor.detach() if tensor.requires_grad else tensor
 
     with suppress(Exception):
-        frame.around.rerun(_call, frame, leaves, pack, log, False)  # noqa: FBT003
+        frame.around.rerun(_call, frame, leaves, (pack, find_again), log, False)  # noqa: FBT003
     return log
 
 
-def _call(frame: Frame, leaves: list[Any], pack: Pack, log: OpLog | None, is_last: bool) -> None:  # noqa: FBT001
+def _call(frame: Frame, leaves: list[Any], hooks: Hooks, log: OpLog | None, is_last: bool) -> None:  # noqa: FBT001
     """Call the function under these hooks; it may be stopped."""
     inputs, fn, context = frame.inputs, frame.fn, frame.recompute_context
     assert inputs is not None
     assert fn is not None
+    pack, unpack = hooks
     hook = quietly(pack) if function_mode_depth() else pack
     hook.frame = frame  # type: ignore[attr-defined]
-    push_hooks(hook, find_again)
+    push_hooks(hook, unpack)
     try:
         if context is None and log is None:
             result = inputs.call(fn, leaves)

@@ -160,6 +160,14 @@ def accelerator_started() -> bool:
     return bool(started()) if started is not None else True
 
 
+def _has_drawn(module: ModuleType) -> bool:
+    """Whether a device that has just been initialised has drawn random numbers, as far as its generators can tell."""
+    generators = getattr(module, "default_generators", None) or ()
+    if not generators or not all(map(_has_offset, {generator.device.type for generator in generators})):
+        return True
+    return any(generator.get_offset() for generator in generators)
+
+
 def _sources_of(arguments: Arguments) -> list[Source]:
     """Generators of the devices that the tensors live on (else of the current one), and those among the arguments."""
     leaves = arguments.leaves
@@ -256,7 +264,8 @@ class RngState:
 
     def settle(self, region: str) -> RngState | None:
         """At exit: keep the generators that moved; None if none did."""
-        if self._starts_accelerator and accelerator_started():
+        found = accelerator() if self._starts_accelerator and accelerator_started() else None
+        if found is not None and _has_drawn(found[1]):  # not if only a compiler asked what the device can do
             message = (
                 f"region '{region}' initialized the accelerator: its random state before the region is unknown, so "
                 "recomputation could not draw the same numbers.\n"

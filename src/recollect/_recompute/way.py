@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from recollect._recompute.match import Matcher
 
 Pack = Callable[[Tensor], Any]
+Hooks = tuple[Pack, Callable[[Any], Tensor]]
+"""What packs a saved tensor, and what unpacks it."""
+
 Sides = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What forward runs under, and what recomputation does."""
 

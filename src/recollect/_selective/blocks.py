@@ -22,11 +22,12 @@ from recollect._core.torch_private.ambient import without_function_modes
 from recollect._core.torch_private.engine import pop_hooks, push_hooks, top_hooks
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.rng import Source
+from recollect._recompute.way import Hooks
 from recollect._selective.block_calls import SeenCalls, begin_seeing, calls_of_function, calls_of_module, end_seeing
 from recollect._selective.decisions import DecisionLine, Decisions, bytes_of
 from recollect._selective.following import Following
 from recollect._selective.keeping_mode import KeepingMode
-from recollect._selective.kept_call import Hooks, KeptCall, States, moved_states, read_states, sources_of
+from recollect._selective.kept_call import KeptCall, States, moved_states, read_states, sources_of
 from recollect._selective.kept_calls import Counter, KeptCalls
 from recollect._selective.recording import Recording
 

@@ -28,8 +28,8 @@ from recollect._recompute.module_state import put_states
 from recollect._recompute.rng import Source, put_back, source_of, source_of_cpu, source_of_device
 from recollect._recompute.updates import States as ModuleStates
 from recollect._recompute.values import digest
+from recollect._recompute.way import Hooks
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Meta = tuple[Any, ...]
 States = list[tuple[Source, Any]]
 

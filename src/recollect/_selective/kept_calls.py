@@ -11,7 +11,8 @@ from recollect._core.operators import operator_of
 from recollect._core.scope import is_last_recomputation
 from recollect._core.units import count_noun
 from recollect._offload.offload import Offload, offload_decided
-from recollect._selective.kept_call import Hooks, KeptCall
+from recollect._recompute.way import Hooks
+from recollect._selective.kept_call import KeptCall
 from recollect._selective.nested import KeptInside, is_of_operator
 
 Key = tuple[Any, ...]

@@ -15,8 +15,7 @@ import torch
 
 from recollect._core.places import Place
 from recollect._recompute.handles import frame_of
-from recollect._recompute.hooks import find_again
-from recollect._selective.kept_call import Hooks
+from recollect._recompute.way import Hooks
 
 
 class _OuterDecision:
@@ -70,7 +69,7 @@ def kept_inside(hooks: Hooks | None) -> KeptInside | None:
     if hooks is None or frame is None:
         return None
     nested: list[KeptInside] | None = getattr(frame, "nested", None)
-    if hooks[1] is not find_again:  # of forward
+    if frame.unpack == hooks[1]:  # of forward
         if nested is None:
             nested = frame.nested = []
         nested.append(KeptInside())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recollect._core.operators import tensors_in
 from recollect._recompute.rng import Source as Generator
-from recollect._selective.kept_call import Hooks
+from recollect._recompute.way import Hooks
 
 NOWHERE = -1
 """The number of a result that replay never needs."""

@@ -28,13 +28,12 @@ from recollect._offload.offload import offload_decided
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
 from recollect._recompute.rng import host_sources
-from recollect._recompute.way import Pack, Sides
+from recollect._recompute.way import Hooks, Pack, Sides
 from recollect._selective.asking import Asker
 from recollect._selective.blocks import Forward
 from recollect._selective.decisions import Decisions
 from recollect._selective.following import Following
 from recollect._selective.keeping_mode import KeepingMode
-from recollect._selective.kept_call import Hooks
 from recollect._selective.kept_calls import KeptCalls
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
 from recollect._selective.learning import learn_program

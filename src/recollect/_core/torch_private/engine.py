@@ -94,13 +94,24 @@ def sequence_of(node: Any) -> int:
     return number
 
 
-_is_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
-
-
-def pass_is_partial() -> bool:
-    """Whether the running pass was asked for certain inputs only (`torch.autograd.grad`, ``inputs=``)."""
-    return not _is_whole()
-
+pass_is_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+"""False if the running pass was asked for certain inputs only (`torch.autograd.grad`, ``inputs=``)."""
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node that the engine runs on this thread; None outside of one."""
+
+
+def _count_led_to() -> int:
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        tensor = torch.zeros(1, requires_grad=True)
+        result = tensor.exp()
+    count = sys.getrefcount(tensor)
+    del result
+    return count
+
+
+LED_TO = _count_led_to()
+"""What `getrefcount` counts of a tensor that one variable holds, and the graph of what was computed from it.
+
+Where C++ holds a tensor, some versions of torch hold its Python object, too.
+"""
