@@ -9,6 +9,9 @@ CALLED, FOLLOWED = 2e-5, 6e-5
 """The seconds that a call of torch takes the host, measured beside an H200: by itself; and where a program is followed,
 which takes as long again, and half of both because the host must stay ahead."""
 
+SURELY = CALLED / 8
+"""The same, where an accelerator of an eighth of that speed would wait for the host, too."""
+
 
 def is_bound_by_host(*, flops: int, result_bytes: int, calls: int, call_s: float = CALLED) -> bool:
     """Whether an accelerator would wait for the host, which a replay keeps busier than running again does.

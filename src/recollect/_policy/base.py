@@ -56,6 +56,11 @@ class Policy(ABC):
         return True
 
     @property
+    def keeps_what_pays(self) -> bool:
+        """Whether it is meant to save time, so that nothing need be kept where that takes longer."""
+        return False
+
+    @property
     def replays(self) -> bool | None:
         """Whether what is recomputed is replayed, call by call, where that can be; None: where it looks quicker."""
         return None

@@ -61,6 +61,11 @@ class ReadyMade(Policy):
             return self
         return selective(self.tally, holds_little=True, has_one_product=counts["product"] == 1)
 
+    @property
+    def keeps_what_pays(self) -> bool:
+        """Of those that are known by a word, one is chosen for its time."""
+        return self.word == "selective"
+
     def judge(self, site: Site) -> Verdict | None:
         """As the policy."""
         verdict = self.policy.judge(site)

@@ -140,6 +140,7 @@ class Decisions:
         why_no_program: why it is not.
         unwatched: how many calls went as learned without being watched: they are in no line's count.
         breaks: how many did not.
+        undropped: `lines` and `kept` as the policy chose them, where `drop` was called.
     """
 
     region: str
@@ -170,6 +171,7 @@ class Decisions:
     breaks: int = 0
     names: dict[str, str | None] = field(default_factory=dict)
     is_varying: bool = False
+    undropped: tuple[list[DecisionLine], int] | None = None
 
     def forget(self) -> None:
         """The region went another way than learned: learn it anew at its next call."""
@@ -177,7 +179,19 @@ class Decisions:
             line.matched += self.unwatched
         self.unwatched = 0
         self.is_learned = self.is_stale = self.is_proven = self.is_other_unseen = False
-        self.program = self.ops = self.wanted = None
+        self.program = self.ops = self.wanted = self.undropped = None
+
+    def drop(self, why: str) -> None:
+        """Keep no operators after all, except those that choose and those that other processes take part in."""
+        self.undropped = self.lines, self.kept
+        self.lines = [
+            replace(line, decision=Decision.RECOMPUTE, by=why) if line.is_kept and not _is_shared(line) else line
+            for line in self.lines
+        ]
+        kept = [line for line in self.lines if line.is_kept]
+        self.kept = sum(line.number is not None and line.number[1] for line in kept)
+        self.keeps_ops = bool(kept)
+        self._choose_ops(sees_all=self.ops is None)
 
     def learn(self, *, saved: int, kept: int, sees_all: bool) -> None:
         """A whole forward was seen.
@@ -236,7 +250,10 @@ class Decisions:
         other = replace(
             self, program=None, may_record=False, why_no_program=why, is_varying=self.looks_at_sizes, unwatched=0
         )
-        other.keeps_ops = self.keeps_ops or self.looks_at_sizes
+        if self.undropped is not None:  # it may come to be worth it
+            (other.lines, other.kept), other.undropped = self.undropped, None
+            other.keeps_ops, other.is_proven = True, False
+        other.keeps_ops = other.keeps_ops or self.looks_at_sizes
         other.is_proven = self.is_proven and not self.looks_at_sizes  # it may come to keep others than were proven
         other._choose_ops(sees_all=self.ops is None)  # noqa: SLF001 (its own)
         return other
@@ -289,6 +306,11 @@ def strongest(verdicts: list[Verdict]) -> Verdict:
             if verdict.decision is decision:
                 return verdict
     return verdicts[0]
+
+
+def _is_shared(line: DecisionLine) -> bool:
+    """Whether more depends on a call than its result."""
+    return line.is_routing or operator_of(line.key).is_collective
 
 
 def _plain_calls(lines: list[DecisionLine]) -> dict[Any, dict[int, bool]] | None:

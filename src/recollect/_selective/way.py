@@ -36,7 +36,7 @@ from recollect._selective.following import Following
 from recollect._selective.keeping_mode import KeepingMode
 from recollect._selective.kept_calls import KeptCalls
 from recollect._selective.knowledge import TALKS_AT_TIMES, Knowledge, are_apart
-from recollect._selective.learning import learn_program
+from recollect._selective.learning import drop_what_does_not_pay, learn_program
 from recollect._selective.nested import kept_inside
 from recollect._selective.program import Bound, Program
 from recollect._selective.recording import Recording
@@ -326,6 +326,8 @@ class SelectiveWay(ServedWay):
         if found is not None:
             decisions.program, bound = found
             self._replay(frame, decisions.program, bound)
+        elif decisions.is_learned and decisions.keeps_ops:
+            drop_what_does_not_pay(recording, decisions)
         recording.forget()
         self._recording = None
 

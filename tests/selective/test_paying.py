@@ -1,0 +1,77 @@
+"""Where an accelerator would wait for its host anyway, "selective" keeps nothing: that takes as long as to run again.
+
+Such an accelerator is played by the CPU, on which nothing is ever dropped.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import recollect
+from recollect import policies
+from recollect._selective.recording import Recording
+
+
+@pytest.fixture
+def _on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recording, "device_type", property(lambda _: "cuda"))
+
+
+def model(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)),) * 3
+    return nn.Sequential(*blocks)
+
+
+def gradients(layers: nn.Module, rows: int = 8) -> list[Tensor]:
+    layers.zero_grad()
+    x = torch.linspace(-1, 1, rows * 16).reshape(rows, 16)
+    layers(x).square().mean().backward()
+    return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+
+
+def flops(layers: nn.Module, rows: int = 8) -> int:
+    with FlopCounterMode(display=False) as counter:
+        gradients(layers, rows)
+    total: int = counter.get_total_flops()
+    return total
+
+
+def applied(policy: object) -> nn.Module:
+    layers = model()
+    recollect.apply(layers, {"*": policy})  # type: ignore[dict-item]
+    return layers
+
+
+@pytest.mark.usefixtures("_on_an_accelerator")
+def test_what_is_tiny_is_recomputed_as_a_whole() -> None:
+    layers, expected = applied("selective"), gradients(model())
+    for _ in range(4):
+        assert all(map(torch.equal, gradients(layers), expected))
+    full = applied("full")
+    assert flops(layers) == flops(full) > flops(model())
+    assert "too small to be worth keeping" in str(recollect.explain(layers))
+
+
+@pytest.mark.usefixtures("_on_an_accelerator")
+def test_what_a_policy_says_outright_is_kept() -> None:
+    layers = applied(policies.save_matmuls)
+    for _ in range(3):
+        gradients(layers)
+    assert flops(layers) == flops(model())
+
+
+@pytest.mark.usefixtures("_on_an_accelerator")
+def test_where_sizes_vary_they_may_grow_so_it_keeps() -> None:
+    layers, sizes = applied("selective"), (8, 12, 16, 20, 24, 28)
+    for rows in (*sizes, *sizes):
+        assert all(map(torch.equal, gradients(layers, rows), gradients(model(), rows)))
+    assert flops(layers, 28) < flops(applied("full"), 28)
+
+
+def test_on_a_cpu_it_keeps() -> None:
+    layers = applied("selective")
+    for _ in range(3):
+        gradients(layers)
+    assert flops(layers) < flops(applied("full"))
