@@ -99,3 +99,10 @@ def test_what_a_model_collects_is_whole_after_a_profile(dry: bool) -> None:
         assert torch.equal(ours.loss, theirs.loss)
         assert len(ours.router_logits) == len(theirs.router_logits) == 2
         assert len(ours.hidden_states or ()) == len(theirs.hidden_states or ())
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_batch_is_spread_over_the_arguments_that_it_names(dry: bool) -> None:
+    model, batch = mixtral()
+    found = recollect.profile(model, batch, dry=dry, timed=False)
+    assert found.peak_bytes == recollect.profile(model, kwargs=batch, dry=dry, timed=False).peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -23,6 +23,40 @@ def read_signature(function: Callable[..., Any]) -> inspect.Signature:
 
         return inspect.signature(function, annotation_format=Format.FORWARDREF)
     return inspect.signature(function)
+
+
+def find_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The same; None where none can be read."""
+    try:
+        return read_signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function can be called so; yes, where nobody can tell.
+
+    >>> binds(lambda x: x, (1,), {}), binds(lambda x: x, (), {"y": 1})
+    (True, False)
+    """
+    signature = find_signature(function)
+    if signature is None:
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def names_arguments(batch: object, function: Callable[..., Any]) -> bool:
+    """Whether some keys of a mapping are arguments of a function: then it is not meant as one of them.
+
+    >>> names_arguments({"x": 1}, lambda x: x), names_arguments({"x": 1}, lambda batch: batch)
+    (True, False)
+    """
+    signature = find_signature(function)
+    return isinstance(batch, Mapping) and signature is not None and any(key in signature.parameters for key in batch)
 
 
 def read_annotations(function: object) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recollect._core.argument_text import with_article
-from recollect._core.signatures import read_signature
+from recollect._core.signatures import binds, find_signature, names_arguments
 from recollect._core.torch_private.pytree import flatten, unflatten
-from recollect._inspect.calling import doubt_trainer, is_lightning, loss_in
+from recollect._inspect.calling import doubt_trainer, inner_forward, is_lightning, loss_in
 
 _TARGETS = ("labels", "targets", "target", "label", "y")
 
@@ -66,7 +65,7 @@ def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module)
     batch = _send(batch, model)
     if loss is None and is_lightning(model):
         step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
-        args = (batch, 0) if _binds(step, (batch, 0), {}) else (batch,)
+        args = (batch, 0) if binds(step, (batch, 0), {}) else (batch,)
         return Call(function=step, args=args, doubt=doubt_trainer(model))
     if loss is None or count_arguments(loss) < 2:  # noqa: PLR2004
         return _call_with(model, batch, loss)
@@ -89,11 +88,11 @@ def read_step(batch: Any, step: Callable[..., Any]) -> Call:
     if isinstance(batch, (tuple, list)):
         forms.append((tuple(batch), {}))
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        forms.insert(0 if _names_arguments(batch, step) else 1, ((), dict(batch)))
+        forms.insert(0 if names_arguments(batch, step) else 1, ((), dict(batch)))
     forms.append(((), {}))
     name = getattr(step, "__name__", type(step).__name__)
     for args, kwargs in forms:
-        if _binds(step, args, kwargs):
+        if binds(step, args, kwargs):
             has_parts = len(args) == 1 and args[0] is batch and isinstance(batch, (Mapping, tuple, list))
             doubt = (
                 f"recollect.fit called step={name}{_signature_of(step)} with the whole batch, {describe(batch)}: "
@@ -113,7 +112,7 @@ def count_arguments(loss: Callable[..., Any]) -> int:
     >>> count_arguments(torch.nn.MSELoss()), count_arguments(lambda output: output.sum())
     (2, 1)
     """
-    signature = _find_signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    signature = find_signature(loss.forward if isinstance(loss, nn.Module) else loss)
     if signature is None:
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -135,17 +134,17 @@ def describe(batch: Any) -> str:
 
 def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Call:
     call = Call(function=model, loss=loss)
-    forward = _forward_of(model)
+    forward = inner_forward(model)
     if batch is None:
         doubt = f"recollect.fit was given no batch for {type(model).__name__}.forward{_signature_of(forward)}: pass one"
         return replace(call, doubt=doubt)
     if isinstance(batch, Mapping):
         named = all(isinstance(key, str) for key in batch)
-        if named and _binds(forward, (), dict(batch)):
+        if named and binds(forward, (), dict(batch)):
             return replace(call, kwargs=dict(batch))
-    elif isinstance(batch, (tuple, list)) and _binds(forward, tuple(batch), {}):
+    elif isinstance(batch, (tuple, list)) and binds(forward, tuple(batch), {}):
         return replace(call, args=tuple(batch))
-    if _binds(forward, (batch,), {}) and not _names_arguments(batch, forward):
+    if binds(forward, (batch,), {}) and not names_arguments(batch, forward):
         return replace(call, args=(batch,), doubt=_doubt(model, forward, batch, loss))
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
         return _call_with(model, batch[0], loss)
@@ -186,7 +185,7 @@ def _take_target(batch: Any, model: nn.Module) -> tuple[Any, Any]:
     """What of a batch the model gets, and what the loss gets beside the output."""
     if isinstance(batch, Mapping):
         rest = dict(batch)
-        unknown = _find_unknown(batch, _forward_of(model))
+        unknown = _find_unknown(batch, inner_forward(model))
         named = next((key for key in _TARGETS if key in rest), None)
         if named is None and len(unknown) == 1:
             named = unknown[0]
@@ -199,48 +198,17 @@ def _take_target(batch: Any, model: nn.Module) -> tuple[Any, Any]:
     return batch, batch
 
 
-def _names_arguments(batch: Any, forward: Callable[..., Any]) -> bool:
-    """Whether some keys of a mapping are arguments of forward: then it is not meant as one."""
-    signature = _find_signature(forward)
-    return isinstance(batch, Mapping) and signature is not None and any(key in signature.parameters for key in batch)
-
-
 def _find_unknown(batch: Mapping[Any, Any], forward: Callable[..., Any]) -> list[Any]:
     """The keys that forward has no argument for."""
-    signature = _find_signature(forward)
+    signature = find_signature(forward)
     if signature is None or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
         return []
     return [key for key in batch if key not in signature.parameters]
 
 
-def _forward_of(model: nn.Module) -> Callable[..., Any]:
-    inner = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
-    forward: Callable[..., Any] = inner.forward
-    return forward
-
-
-def _find_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return read_signature(function)
-    except (TypeError, ValueError):
-        return None
-
-
 def _signature_of(function: Callable[..., Any]) -> str:
-    signature = _find_signature(function)
+    signature = find_signature(function)
     return "" if signature is None else f"({', '.join(signature.parameters)})"
-
-
-def _binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function can be called so; yes, where nobody can tell."""
-    signature = _find_signature(function)
-    if signature is None:
-        return True
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _send(batch: Any, model: nn.Module) -> Any:

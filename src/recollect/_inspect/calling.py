@@ -8,10 +8,11 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recollect._core.argument_text import with_article
 from recollect._core.authors import Role
-from recollect._core.signatures import read_signature
+from recollect._core.signatures import binds, names_arguments, read_signature
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._levers.lazy_logits import LazyLogits
 
@@ -96,6 +97,33 @@ def find_call(
     if not has_forward(step_or_model) and callable(step := getattr(step_or_model, "training_step", None)):
         forward, doubt = _with_index(step, inputs), doubt_trainer(step_or_model)
     return ModelCall(model=step_or_model, forward=forward, loss=loss, doubt=doubt)
+
+
+def inner_forward(model: nn.Module) -> Callable[..., Any]:
+    """The forward that gets a model's arguments in the end: wrappers for several devices take anything."""
+    inner = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    forward: Callable[..., Any] = inner.forward
+    return forward
+
+
+def spread(
+    model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a model: a batch that maps the names of its arguments is spread over them.
+
+    >>> class Model(nn.Module):
+    ...     def forward(self, ids, mask=None):
+    ...         return ids
+    >>> spread(Model(), ({"ids": 1},), None), spread(Model(), ({"other": 1},), None)
+    (((), {'ids': 1}), (({'other': 1},), {}))
+    """
+    batch = inputs[0] if len(inputs) == 1 and not kwargs else None
+    if isinstance(batch, Mapping) and isinstance(model, nn.Module) and has_forward(model):
+        forward = inner_forward(model)
+        is_named = all(isinstance(key, str) for key in batch)
+        if is_named and names_arguments(batch, forward) and binds(forward, (), batch):
+            return (), dict(batch)
+    return inputs, dict(kwargs or {})
 
 
 def doubt_inputs(model: Any, inputs: tuple[Any, ...], *, has_keywords: bool) -> str:

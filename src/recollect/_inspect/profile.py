@@ -20,7 +20,7 @@ from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.reachable import find_holders, find_reachable, find_roots
 from recollect._core.spelling import options_of, refuse_unknown
-from recollect._inspect.calling import doubt_inputs, find_call
+from recollect._inspect.calling import doubt_inputs, find_call, spread
 from recollect._inspect.step import Figures, StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
@@ -63,7 +63,8 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed; for a LightningModule
             without ``forward``, ``training_step`` is called. Or a function that runs a step itself: if it returns a
             loss and has not run backward, `profile` runs backward.
-        inputs: positional arguments for it.
+        inputs: positional arguments for it. A mapping, passed alone, is spread over the model's arguments if its keys
+            name them, as batches for Transformers do.
         kwargs: keyword arguments for it.
         loss: a function from the model's output to the loss.
         optimizer: an instance or a class: its state is counted, and what its step would use. Without one, and if the
@@ -107,10 +108,12 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         message = f"kwargs={short_repr(kwargs)}: expected a mapping from names to the model's keyword arguments"
         raise TypeError(message)
+    doubt = doubt_inputs(step_or_model, inputs, has_keywords=bool(kwargs))
+    inputs, given = spread(step_or_model, inputs, kwargs)
     return profile_step(
         step_or_model,
         inputs,
-        dict(kwargs or {}),
+        given,
         loss=loss,
         optimizer=optimizer,
         dry=dry,
@@ -119,7 +122,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         name=name,
         timed=timed,
         progress=progress,
-        doubt=doubt_inputs(step_or_model, inputs, has_keywords=bool(kwargs)),
+        doubt="" if given and not kwargs else doubt,
     )
 
 
