@@ -79,7 +79,7 @@ POLICIES: dict[str, PolicyLike] = {
 
 def submodules(fn: Callable[..., Any]) -> list[str]:
     """Paths of the modules that a policy can keep in a region of this function."""
-    roots, _ = find_modules(fn, ())
+    roots, _, _ = find_modules(fn, ())
     return sorted({path for root in roots for path, _ in root.named_modules() if path})
 
 

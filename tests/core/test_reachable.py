@@ -36,13 +36,13 @@ class WithAKeywordDefault(nn.Module):
 
 def test_a_plain_forward_leads_to_its_module_alone() -> None:
     module = Plain()
-    assert find_modules(module.forward, ()) == ([module], [])
+    assert find_modules(module.forward, ()) == ([module], [], [])
 
 
 @pytest.mark.parametrize("kind", [NamingAGlobal, WithADefault, WithAKeywordDefault])
 def test_a_forward_leads_to_what_it_names_and_to_its_defaults(kind: type[nn.Module]) -> None:
     module = kind()
-    found, tensors = find_modules(module.forward, ())
+    found, tensors, _ = find_modules(module.forward, ())
     assert {id(one) for one in found} == {id(module), id(elsewhere)}
     assert not tensors
 
@@ -59,5 +59,5 @@ class CallingAFunction(nn.Module):
 
 def test_a_forward_leads_to_what_functions_that_it_names_lead_to() -> None:
     module = CallingAFunction()
-    found, _ = find_modules(module.forward, ())
+    found, _, _ = find_modules(module.forward, ())
     assert {id(one) for one in found} == {id(module), id(elsewhere)}

@@ -422,20 +422,20 @@ def ways_to_hold(module: nn.Module) -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize("way", ways_to_hold(GLOBAL))
 def test_modules_are_found_where_functions_hold_them(way: str) -> None:
     module = nn.Linear(1, 1)
-    modules, _ = find_modules(ways_to_hold(module)[way], ())
+    modules, _, _ = find_modules(ways_to_hold(module)[way], ())
     assert any(found is module for found in modules)
 
 
 def test_modules_are_found_in_globals_and_arguments() -> None:
     argument = nn.Linear(1, 1)
-    modules, _ = find_modules(lambda x: HELD[0](GLOBAL(x)), (argument,))
+    modules, _, _ = find_modules(lambda x: HELD[0](GLOBAL(x)), (argument,))
     assert {id(module) for module in modules} >= {id(GLOBAL), id(HELD[0]), id(argument)}
 
 
 def test_a_search_that_meets_itself_ends() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    modules, tensors = find_modules(lambda: loop, ())
+    modules, tensors, _ = find_modules(lambda: loop, ())
     assert (modules, tensors) == ([], [])
 
 

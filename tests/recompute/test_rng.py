@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import recollect
 from recollect import compat
@@ -344,6 +344,73 @@ def test_generators_among_the_arguments_are_restored_and_put_back(place: str, x:
     backward(y.sum())
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(generator.get_state(), before)
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own: made with it, or by its first forward."""
+
+    def __init__(self, kind: str, made: str = "at once") -> None:
+        super().__init__()
+        self.linear, self.kind, self.made = nn.Linear(3, 3), kind, made
+        if made == "at once":
+            self._source = OWN[kind]()
+        elif made == "instead of None":
+            self._source = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "_source", None) is None:
+            self._source = OWN[self.kind]()
+        return torch.tanh(self.linear(x * draw_from(self._source)))
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(1),
+    "numpy": lambda: np.random.default_rng(1),
+    "old numpy": lambda: np.random.RandomState(1),
+}
+
+
+def draw_from(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return torch.rand(3, generator=source)
+    return source.normal(1, 1) if not isinstance(source, random.Random) else source.gauss(1, 1)
+
+
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_matmuls])
+@pytest.mark.parametrize("made", ["at once", "instead of None", "out of nothing"])
+@pytest.mark.parametrize("kind", OWN)
+def test_generators_that_modules_hold_are_restored_and_put_back(kind: str, made: str, policy: Any) -> None:
+    def gradients(*, is_region: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[Noisy(kind, made) for _ in range(2)])
+        if is_region:
+            recollect.apply(layers, {"*": "full" if policy is None else policy})
+        for _ in range(4):
+            backward(layers(torch.ones(2, 3)).sum())
+        return [cast("Tensor", parameter.grad) for parameter in layers.parameters()]
+
+    assert all(map(torch.equal, gradients(is_region=True), gradients(is_region=False)))
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_generators_that_a_function_closes_over_are_restored_and_put_back(kind: str, x: Tensor) -> None:
+    def gradient(wrap: Callable[[Any], Any]) -> Tensor:
+        source = OWN[kind]()
+        region = wrap(lambda x: torch.sin(x * draw_from(source)))
+        (found,) = torch.autograd.grad(region(x).sum() + region(x).sum(), x)
+        return torch.as_tensor(found * draw_from(source))
+
+    assert torch.equal(gradient(recollect.checkpoint), gradient(lambda fn: fn))
+
+
+def test_methods_of_pythons_own_generator_are_not_read_twice(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.uniform
+    reads: list[Any] = []
+    monkeypatch.setattr(rng._PythonInstance, "read", reads.append)
+    region = recollect.checkpoint(lambda x: x * draw(0, 1))
+    backward(region(x).sum())
+    assert reads == []
 
 
 def test_two_regions_draw_their_own_numbers_whatever_the_order_of_backward(x: Tensor) -> None:

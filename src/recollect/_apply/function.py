@@ -84,8 +84,8 @@ def checkpoint(
             processes train together.
         name: what errors and reports call the region; by default the function's name.
         preserve_rng: True to draw the same random numbers again (torch's CPU generator, those of the devices in use
-            and any `torch.Generator` among the arguments; Python's and NumPy's), False not to, or a collection of
-            ``"torch"``, ``"python"`` and ``"numpy"``.
+            and any `torch.Generator` among the arguments; Python's and NumPy's; generators that the function or its
+            modules hold), False not to, or a collection of ``"torch"``, ``"python"`` and ``"numpy"``.
         early_stop: stop recomputation as soon as backward has everything it needs.
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.authors import is_users_own
+from recollect._core.generators import generator_kinds
 
 _MOST_PARTS = 128
 _MOST_PARTS_OF_STEP = 4096
@@ -127,19 +128,23 @@ def find_roots(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Modul
     return [module for module in found if module not in inner]
 
 
-def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor]]:
-    """Modules and tensors that a function holds or names, and modules among its arguments; not what they contain."""
+def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor], list[Any]]:
+    """Modules, tensors and random generators that a function holds or names, and modules among its arguments.
+
+    Not what the modules contain.
+    """
     modules: list[nn.Module] = []
     tensors: list[Tensor] = []
+    generators: list[Any] = []
     if isinstance(fn, nn.Module):
         modules.append(fn)
     elif type(fn) is MethodType and isinstance(fn.__self__, nn.Module) and _holds_nothing(fn.__func__):
         modules.append(fn.__self__)  # the usual forward, met at every call of a region
     elif not _holds_nothing(fn):
-        _search(fn, modules, tensors)
+        _search(fn, modules, tensors, generators)
     if objects:
         modules.extend(item for item in objects if isinstance(item, nn.Module))
-    return modules, tensors
+    return modules, tensors, generators
 
 
 def _holds_nothing(fn: Any, depth: int = 2) -> bool:
@@ -156,16 +161,19 @@ def _holds_nothing(fn: Any, depth: int = 2) -> bool:
     return depth > 0 and all(_holds_nothing(part, depth - 1) for part in parts if type(part) not in _INERT)
 
 
-def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor]) -> None:
+def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor], generators: list[Any]) -> None:
     """Look where Python functions keep what they use; about 1 µs per function on the way."""
     seen = {id(fn)}
+    random_kinds = generator_kinds()
     stack: list[Any] = [fn]
     while stack:
         for part in _parts_of(stack.pop()):
             kind = type(part)
             if kind in _INERT:
                 continue
-            if kind is not FunctionType and isinstance(part, nn.Module):
+            if kind in random_kinds:
+                generators.append(part)
+            elif kind is not FunctionType and isinstance(part, nn.Module):
                 modules.append(part)
             elif kind is not FunctionType and isinstance(part, Tensor):
                 tensors.append(part)
@@ -186,7 +194,10 @@ def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable
     if isinstance(value, _CONTAINERS):
         parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
         return parts if len(value) <= _MOST_PARTS else ()
-    attributes = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, kept)]
+    random_kinds = generator_kinds()
+    attributes = [
+        part for part in getattr(value, "__dict__", {}).values() if isinstance(part, kept) or type(part) in random_kinds
+    ]
     return [*attributes, getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")]
 
 

@@ -40,7 +40,7 @@ class _Call:
         self._arguments = Arguments(args, kwargs)
         self._leaves = list(self._arguments.leaves)
         self._places = self._arguments.tensors
-        roots, loose = find_modules(fn, self._arguments.objects)
+        roots, loose, _ = find_modules(fn, self._arguments.objects)
         self._tables = [
             (table, name)
             for table, is_buffers in _tables_of(roots)

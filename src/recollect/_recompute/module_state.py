@@ -3,6 +3,8 @@
 A region's function is searched for modules (`_core/reachable.py`). At entry their training flags and other plain
 attributes, parameters and buffers are noted, tensors by identity and version. For recomputation
 
+* a random generator that a module holds is put back where it stood, see `rng.py`; one that forward itself has made is
+  made again;
 * an attribute that has been set since by whoever calls the module (a scale) is as it was at entry, and afterwards as it
   was before; one that forward itself sets (a counter) is left alone, unless it is declared;
 * a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
@@ -98,8 +100,8 @@ class ModuleState:
     """
 
     __slots__ = (
-        *("_loose", "_own_settings", "_roots", "_settings", "_state", "_tree", "_trial", "_versions", "_watched"),
-        "is_watching",
+        *("_loose", "_new", "_own_settings", "_roots", "_settings", "_state", "_tree", "_trial", "_versions"),
+        *("_watched", "is_watching"),
     )
 
     def __init__(
@@ -115,6 +117,7 @@ class ModuleState:
         self._tree, self._roots, self._settings = tree, roots, settings or []
         # The plain attributes that forward sets, by module and name; None while it runs.
         self._own_settings: set[tuple[int, str]] | None = None
+        self._new: list[tuple[dict[str, Any], str, bool]] = []  # generators that forward has made
         self._loose = [(ref(tensor), version_of(tensor)) for tensor in loose]
         self._state: States = []
         self._trial: Trial | None = None
@@ -161,8 +164,14 @@ class ModuleState:
                 if (type(now) is not type(value) or now != value) and (number, name) not in own:
                     yield table, name, value
 
+    def find_generators(self) -> list[Any]:
+        """The random generators that the modules hold."""
+        return self._tree.find_own_generators(self._roots) if self._tree.generators else []
+
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
+        if self._tree.is_new:
+            self._new = self._tree.find_new_generators(self._roots)
         self._own_settings = set()
         if not self._tree.has_settings(self._roots, self._settings):
             self._note_own_settings()
@@ -242,7 +251,7 @@ class ModuleState:
         changed = self._changed()
         self.is_watching = bool(changed)
         tree = self._tree
-        if not (changed or self._state or self._trial is not None) and (
+        if not (changed or self._state or self._new or self._trial is not None) and (
             tree.has_settings(self._roots, self._settings) and tree.has_same_parts()
         ):
             return None
@@ -298,6 +307,11 @@ class ModuleState:
             if self._own_settings is not None or name == _TRAINING:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = value
+        for table, name, was_none in self._new:
+            if name in table:
+                stack.callback(table.__setitem__, name, table.pop(name))
+                if was_none:
+                    table[name] = None
         # A backward inside the function recomputes while buffers are still on trial: they may be updated, too.
         on_trial = [] if self._trial is None else self._trial.states()
         for module, name, value in (*self._state, *on_trial):

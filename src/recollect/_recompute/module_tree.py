@@ -15,6 +15,8 @@ from weakref import ref
 
 from torch import Tensor, jit, nn
 
+from recollect._core.generators import generator_kinds
+
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
@@ -23,6 +25,9 @@ _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_paramete
 Table = dict[str, Any]
 Settings = Any
 """Values of a module's plain attributes: of one, the value itself, of several, a tuple."""
+
+Place = tuple[int, str]
+"""An attribute: the number of its module, and its name."""
 
 _TRAINING = "training"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -78,6 +83,18 @@ def _refuse_compiled(modules: list[nn.Module]) -> None:
             raise TypeError(message)
 
 
+def _find_generators(tables: Iterable[Table]) -> list[Place]:
+    """Random generators among attributes, whatever their names."""
+    kinds = generator_kinds()
+    return [
+        (number, name)
+        for number, table in enumerate(tables)
+        if not kinds.isdisjoint(map(type, table.values()))
+        for name, value in table.items()
+        if type(value) in kinds
+    ]
+
+
 def _values(tables: list[Table]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, tables)))
 
@@ -104,11 +121,14 @@ class ModuleTree:
         watched: the parameters that recomputation must find unchanged.
         setting_names: of each module, the plain attributes that are noted.
         sizes: how many attributes each has, of whatever kind.
+        generators: the attributes that are random generators.
+        is_new: whether no call has ended since it was made.
     """
 
     __slots__ = (
-        *("_empty", "_filled", "_inner", "_inner_attributes", "_parts", "_readers", "_roots", "buffer_counts"),
-        *("buffers", "parameter_counts", "parameters", "setting_names", "sizes", "watched"),
+        *("_empty", "_filled", "_inner", "_inner_attributes", "_parts", "_readers", "_roots", "_unset"),
+        *("buffer_counts", "buffers", "generators", "is_new", "parameter_counts", "parameters", "setting_names"),
+        *("sizes", "watched"),
     )
 
     def __init__(self, roots: list[nn.Module]) -> None:
@@ -129,6 +149,11 @@ class ModuleTree:
         self.setting_names = list(map(_name_settings, modules))
         self.sizes = list(map(len, attributes))
         self._readers = list(map(_reader_of, self.setting_names))
+        self.generators = _find_generators(attributes)
+        self._unset = {
+            (number, name) for number, table in enumerate(attributes) for name in table if table[name] is None
+        }
+        self.is_new = True
 
     def is_of(self, roots: list[nn.Module]) -> bool:
         """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
@@ -144,7 +169,7 @@ class ModuleTree:
 
     def settings(self, roots: list[nn.Module]) -> list[Settings] | None:
         """The plain attributes of each module, as they are now; None if a module has got or lost one of any kind."""
-        tables = (*map(vars, roots), *self._inner_attributes)
+        tables = self._tables(roots)
         if list(map(len, tables)) != self.sizes:
             return None
         try:
@@ -159,6 +184,26 @@ class ModuleTree:
         except (RuntimeError, ValueError):  # something that cannot be compared, such as a tensor, is there instead
             return False
 
+    def find_own_generators(self, roots: list[nn.Module]) -> list[Any]:
+        """What is there now where the modules had random generators."""
+        tables = self._tables(roots)
+        return [tables[number].get(name) for number, name in self.generators]
+
+    def find_new_generators(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
+        """After the first call: random generators that it has made, and whether there was None before, or nothing.
+
+        If it made any, this tree no longer holds: the next call makes another.
+        """
+        self.is_new = False
+        tables, known = self._tables(roots), self.generators
+        found = [place for place in _find_generators(tables) if place not in known]
+        if found:
+            self.sizes = []
+        return [(tables[place[0]], place[1], place in self._unset) for place in found]
+
+    def _tables(self, roots: list[nn.Module]) -> list[Table]:
+        return [*map(vars, roots), *self._inner_attributes]
+
     def name_values(self, settings: list[Settings]) -> Iterator[Table]:
         """What `settings` gave, of each module by name."""
         for names, values in zip(self.setting_names, settings, strict=True):
@@ -166,4 +211,4 @@ class ModuleTree:
 
     def tables(self, roots: list[nn.Module], *, of_buffers: bool) -> Iterator[Table]:
         """The table of parameters, or of buffers, that each has now."""
-        return map(_buffers if of_buffers else _parameters, (*map(vars, roots), *self._inner_attributes))
+        return map(_buffers if of_buffers else _parameters, self._tables(roots))

@@ -8,9 +8,11 @@ host: no device synchronisation. Those of the host have no offset: see `host_rng
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from recollect._core.generators import generator_kinds
 from recollect._core.patterns import hint_nearest, quote_all
 from recollect._core.pytree import Arguments
 from recollect._recompute.graph_rng import enter_capture
@@ -77,6 +80,48 @@ class _PhiloxSource:
         return one == other
 
 
+class _PythonInstance:
+    """A generator of Python's that somebody made."""
+
+    __slots__ = ("_generator",)
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+
+    def read(self) -> object:
+        return self._generator.getstate()
+
+    def write(self, state: Any) -> None:
+        self._generator.setstate(state)
+
+    def same(self, one: object, other: object) -> bool:
+        return one == other
+
+
+class _NumpyInstance:
+    """A generator of NumPy's that somebody made, as text: a reading holds arrays, or a dict, depending on its kind."""
+
+    __slots__ = ("_generator",)
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def read(self) -> bytes:
+        generator = self._generator
+        legacy = getattr(generator, "get_state", None)
+        return pickle.dumps(generator.bit_generator.state if legacy is None else legacy(legacy=False))
+
+    def write(self, state: bytes) -> None:
+        generator, found = self._generator, pickle.loads(state)  # what `read` wrote
+        if hasattr(generator, "set_state"):
+            generator.set_state(found)
+        else:
+            generator.bit_generator.state = found
+
+    def same(self, one: bytes, other: bytes) -> bool:
+        return one == other
+
+
 class _DeviceSource:
     """The generator of a device whose module offers no generator objects, through its own get and set functions."""
 
@@ -129,6 +174,25 @@ def source_of(generator: torch.Generator) -> Source:
     if generator.device.type != "cpu" and _has_offset(generator.device.type):
         return _PhiloxSource(generator)
     return _StateSource(generator)
+
+
+def sources_of_own(generators: Iterable[Any], kinds: frozenset[str]) -> list[Source]:
+    """The ways to read generators that a function or its modules hold, those of these kinds, each once."""
+    sources: list[Source] = []
+    hidden = getattr(random.getstate, "__self__", None)  # whose methods are the functions of `random`
+    for generator in {id(generator): generator for generator in generators}.values():
+        kind = type(generator)
+        if kind not in generator_kinds() or generator is hidden:
+            continue
+        if kind is torch.Generator:
+            if "torch" in kinds:
+                sources.append(source_of(generator))
+        elif kind is random.Random:
+            if "python" in kinds:
+                sources.append(_PythonInstance(generator))
+        elif "numpy" in kinds:
+            sources.append(_NumpyInstance(generator))
+    return sources
 
 
 @functools.lru_cache(maxsize=64)
@@ -243,7 +307,7 @@ class RngState:
         if (arguments.objects or accelerator() is not None) and "torch" in kinds:
             self._read_devices(_sources_of(arguments))
 
-    def _read_devices(self, sources: list[Source]) -> None:
+    def _read_devices(self, sources: Sequence[Source]) -> None:
         """Read the generators of devices, and those among the arguments."""
         if not sources:
             self._starts_accelerator = accelerator() is not None and not accelerator_started()
@@ -253,7 +317,7 @@ class RngState:
         except RuntimeError:  # a CUDA graph is being captured
             self._enter_capture(sources)
 
-    def _enter_capture(self, sources: list[Source]) -> None:
+    def _enter_capture(self, sources: Sequence[Source]) -> None:
         for source in sources:
             if not isinstance(source, _PhiloxSource):
                 self.entries.append((source, source.read()))
@@ -261,6 +325,10 @@ class RngState:
             switched, self.around_forward = enter_capture(source.generator)
             if switched is not None:
                 self.entries.append((switched, None))
+
+    def add(self, sources: Sequence[Source]) -> None:
+        """Generators that were found later, at entry still."""
+        self._read_devices(sources)
 
     def settle(self, region: str) -> RngState | None:
         """At exit: keep the generators that moved; None if none did."""

@@ -7,7 +7,7 @@ through `Surroundings.rerun`.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import compress
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from recollect._recompute.ambient import Ambient
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_state import ModuleState
 from recollect._recompute.objects import COLLECTIONS, ObjectState, copy_collections, may_change
-from recollect._recompute.rng import RngState, Source, put_back
+from recollect._recompute.rng import RngState, Source, put_back, sources_of_own
 
 T = TypeVar("T")
 
@@ -59,12 +59,13 @@ class Surroundings:
 
     Attributes:
         is_captured: whether forward must run under something, because a CUDA graph is being captured.
+        own_generators: those that the function and its modules hold themselves.
         preserved: the kinds of generator that are put back for recomputation.
     """
 
     __slots__ = (
         *("_ambient", "_collecting", "_context", "_objects", "_rng"),
-        *("is_captured", "modules", "preserved", "region"),
+        *("is_captured", "modules", "own_generators", "preserved", "region"),
     )
 
     def __init__(
@@ -82,8 +83,14 @@ class Surroundings:
         self.preserved = preserve
         self._rng = RngState(preserve, arguments) if preserve else None
         self.is_captured = self._rng is not None and self._rng.around_forward is not None
-        roots, loose = find_modules(fn, arguments.objects)
+        roots, loose, generators = find_modules(fn, arguments.objects)
         self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
+        if self.modules is not None:
+            generators += self.modules.find_generators()
+        self.own_generators: Sequence[Source] = sources_of_own(generators, preserve) if generators else ()
+        if self.own_generators and self._rng is not None:
+            self._rng.add(self.own_generators)
+            self.is_captured = self._rng.around_forward is not None
         context = self._context = contextvars.copy_context()
         self._collecting = _find_collecting(context) if context else ()
         for variable in self._collecting:

@@ -65,7 +65,7 @@ class SelectiveRegion(Region):
         return frame
 
     def _find_knowledge(self) -> Knowledge:
-        roots, _ = find_modules(self.fn, ())
+        roots, _, _ = find_modules(self.fn, ())
         if are_apart():
             return find_knowledge(self.name, self.fn, self.policy, roots)
         # In the memory, which outlives regions that are made anew for each call of a module.

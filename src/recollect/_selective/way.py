@@ -164,7 +164,7 @@ class SelectiveWay(ServedWay):
             mode=mode,
             recorder=recorder,
             scopes=scopes,
-            generators=host_sources(frame.around.preserved - {"torch"}),
+            generators=(*host_sources(frame.around.preserved - {"torch"}), *frame.around.own_generators),
             modules=frame.around.modules,
         )
         self._mode = mode
