@@ -529,6 +529,31 @@ def test_an_attribute_that_becomes_a_tensor_is_as_it_was_in_forward() -> None:
         assert isinstance(layer.factor, Tensor)
 
 
+class Remembering(nn.Linear):
+    """Keeps its last result in an attribute that is None at first, as the recurrent layers of RecurrentGemma do."""
+
+    last: Tensor | None
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.last = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x))
+        self.last = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_matmuls])
+def test_a_module_may_remember_a_tensor_where_it_had_none(policy: Any) -> None:
+    layer, x = Remembering(4), torch.randn(2, 4)
+    region = recollect.checkpoint(layer, policy=policy)
+    for _ in range(4):
+        (ours,) = torch.autograd.grad(region(x).sum(), layer.weight)
+        (plain,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+        assert torch.equal(ours, plain)
+
+
 def test_an_attribute_that_forward_sets_is_left_alone() -> None:
     """Who counts runs, counts them all."""
     module = Diary()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import ChangedWatch, address_of
 from recollect._recompute.memory import Memory
-from recollect._recompute.module_tree import ModuleTree, find_watched
+from recollect._recompute.module_tree import ModuleTree, find_watched, is_plain
 from recollect._recompute.updates import (
     States,
     Trial,
@@ -70,6 +70,11 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         module._buffers[name] = value  # noqa: SLF001
     else:
         setattr(module, name, value)
+
+
+def _is_same(now: Any, noted: Any) -> bool:
+    """Whether a plain attribute is what it was. What it has become since, such as a tensor, is not compared."""
+    return type(now) is type(noted) and is_plain(noted) and bool(now == noted)
 
 
 def _layout(tensor: object) -> tuple[Any, Any]:
@@ -161,7 +166,7 @@ class ModuleState:
             table = vars(module)
             for name, value in noted.items():
                 now = table.get(name, value)
-                if (type(now) is not type(value) or now != value) and (number, name) not in own:
+                if now is not value and (number, name) not in own and not _is_same(now, value):
                     yield table, name, value
 
     def find_generators(self) -> list[Any]:

@@ -34,6 +34,11 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether an attribute of this value is noted."""
+    return type(value) in _PLAIN
+
+
 def _name_settings(module: nn.Module) -> tuple[str, ...]:
     """The plain attributes that forward may read and its caller may set."""
     table = vars(module)
