@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.torch_private.engine import LED_TO, set_grad_enabled
+from recollect._core.torch_private.forward_ad import enter_level, has_level, make_dual, tangent_of
 from recollect._recompute.handles import find_slot, frame_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Inputs:
         "_joined",
         "_originals",
         "_requires_grad",
+        "_tangents",
         "_tensors",
         "_unpack",
         "_versions",
@@ -72,6 +74,8 @@ class Inputs:
         self._joined: list[int] = []  # those that another region makes again
         self.aliases: list[Tensor] | None = None
         self.are_led_to = False
+        # What forward-mode differentiation has attached, by place: an alias loses it.
+        self._tangents = self._find_tangents() if has_level() else None
         if hooks is not None and self._tensors:
             self._pack(*hooks)
             return
@@ -121,6 +125,14 @@ class Inputs:
             held[index] = alias
         if are_plain:
             self.aliases = with_gradient
+
+    def _find_tangents(self) -> dict[int, Tensor]:
+        found = {index: tangent_of(self._held[index]) for index in self._tensors}
+        return {
+            index: tangent.detach().requires_grad_(tangent.requires_grad)
+            for index, tangent in found.items()
+            if tangent is not None
+        }
 
     def _forget_joined(self, joins: Joins) -> None:
         """Hold what stands for a tensor, where the region that gave it makes it again."""
@@ -225,7 +237,16 @@ class Inputs:
 
     def call(self, fn: Callable[..., Any], leaves: list[Any]) -> Any:
         """Call the function with these leaves."""
+        if self._tangents:
+            return self._call_dual(fn, leaves, self._tangents)
         if self._arguments.are_positional:
             return fn(*leaves)
         args, kwargs = self._arguments.rebuild(leaves)
         return fn(*args, **kwargs)
+
+    def _call_dual(self, fn: Callable[..., Any], leaves: list[Any], tangents: dict[int, Tensor]) -> Any:
+        """The same, with what forward-mode differentiation had attached."""
+        with enter_level():
+            duals = [make_dual(leaf, tangents[at]) if at in tangents else leaf for at, leaf in enumerate(leaves)]
+            args, kwargs = self._arguments.rebuild(duals)
+            return fn(*args, **kwargs)
