@@ -109,6 +109,16 @@ def test_it_undoes_itself_at_the_end_of_a_block_and_once_is_enough() -> None:
     assert compat.install() is not first
 
 
+def test_after_remove_it_can_be_installed_again() -> None:
+    first = compat.install()
+    first.remove()
+    second = compat.install()
+    first.remove()
+    assert not second.is_removed
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
+
+
 def test_errors_are_caught_by_torchs_class_only_while_it_is_installed() -> None:
     def mismatch() -> None:
         sizes = [2]

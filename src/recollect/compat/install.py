@@ -62,6 +62,8 @@ class Installation:
         self._undo_tracing()
         CheckpointError.__bases__ = self._bases
         _replace([(new, old) for old, new in _stand_ins()])
+        if self in _installed:
+            _installed.remove(self)
 
     def __enter__(self) -> Self:
         """Nothing: it was installed when it was made."""
@@ -70,7 +72,7 @@ class Installation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _uninstall(self)
+        self.remove()
 
 
 _installed: list[Installation] = []  # one at most: what is replaced is the process's
@@ -115,13 +117,7 @@ def uninstall() -> None:
     True
     """
     if _installed:
-        _uninstall(_installed[0])
-
-
-def _uninstall(installation: Installation) -> None:
-    installation.remove()
-    if installation in _installed:
-        _installed.remove(installation)
+        _installed[0].remove()
 
 
 @functools.cache  # for good: a compiler or a class may remember one of ours
