@@ -78,7 +78,7 @@ def test_quiet_says_nothing_of_the_file(invoke: Invoke) -> None:
         ('{"recollect": "plan", "version": 1}', "expected a recollect profile, found a recollect plan"),
         (
             '{"recollect": "profile", "version": 99}',
-            "this profile has version 99, but this recollect reads versions up to 3: upgrade recollect, ",
+            "this profile has version 99, but this recollect reads versions up to 4: upgrade recollect, ",
         ),
         ('{"recollect": "profile", "version": 1}', "profile: storages, calls missing"),
     ],

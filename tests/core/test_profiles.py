@@ -52,7 +52,7 @@ def test_a_profile_goes_to_json_and_back_unchanged() -> None:
 
 def test_the_json_of_a_profile_says_what_it_is_and_leaves_out_defaults() -> None:
     data = json.loads(STEP.to_json())
-    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 3, {"bytes": 128})
+    assert (data["recollect"], data["version"], data["storages"][1]) == ("profile", 4, {"bytes": 128})
     assert data["calls"][4]["phase"] == "backward"
 
 
@@ -114,9 +114,9 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
         ("[]", "expected a recollect profile, found something else"),
         ('{"recollect": "plan"}', "expected a recollect profile, found a recollect plan"),
         (
-            '{"recollect": "profile", "version": 4}',
+            '{"recollect": "profile", "version": 5}',
             (
-                "this profile has version 4, but this recollect reads versions up to 3: upgrade recollect, or make "
+                "this profile has version 5, but this recollect reads versions up to 4: upgrade recollect, or make "
                 "the profile again"
             ),
         ),
@@ -125,7 +125,7 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
             '{"recollect": "profile", "version": 1, "storages": [], "calls": [], "graph": 1}',
             (
                 "profile: expected the fields storages, calls, saved, device, name, clock, is_dry, rounding_bytes, "
-                "capacity_bytes, fixed_bytes, optimizer, torch, modules, rules, allocators, notes, transfers, "
+                "capacity_bytes, fixed_bytes, optimizer, torch, modules, rules, allocators, notes, transfers, received, "
                 "under_regions; not ['graph']"
             ),
         ),

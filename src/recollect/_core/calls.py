@@ -212,6 +212,23 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What a module was called with, as far as its own calls do not show it: a region of it holds that all the same.
+
+    Attributes:
+        module: its path.
+        call: index of the call before which it was called.
+        storages: of the tensors, those that no call of the module saves, or reads before the last one that saves.
+        form: shapes of its tensors, flags, and types of the rest; told of modules that are called several times.
+    """
+
+    module: str
+    call: int
+    storages: tuple[int, ...] = ()
+    form: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     """A storage, and the place that makes it first."""
 

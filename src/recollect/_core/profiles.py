@@ -7,14 +7,14 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from recollect._core.calls import Made, OpCall, Saved, Storage, Transfer
+from recollect._core.calls import Made, OpCall, Received, Saved, Storage, Transfer
 from recollect._core.decisions import Decision
 from recollect._core.documents import read_document, write_document
 from recollect._core.profile_text import describe_profile, profile_as_html
 from recollect._core.timeline import Timeline, count_forward, find_made
 from recollect._core.units import count_noun
 
-_VERSION = 3
+_VERSION = 4
 _MOST = 2**63
 _LONGEST_S = 1e9
 
@@ -101,6 +101,7 @@ class Profile:
         allocators: figures from the devices' allocators, if there are any.
         notes: what was assumed or could not be seen, in sentences.
         transfers: copies of values to other tiers and back, if some are offloaded.
+        received: what modules were called with, as far as their calls do not show it.
         under_regions: the same step as it runs under regions, if that differs: a Transformers model then fills no
             key/value cache. Plans are made for it.
 
@@ -137,6 +138,7 @@ class Profile:
     allocators: tuple[AllocatorEntry, ...] = ()
     notes: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    received: tuple[Received, ...] = ()
     under_regions: Profile | None = None
 
     def __post_init__(self) -> None:
@@ -160,6 +162,9 @@ class Profile:
             _check_indices({transfer.storage}, len(self.storages), f"{transfer}", "storage")
             _check_indices({transfer.start, transfer.end}, len(self.calls) + 1, f"{transfer}", "call")
             _check_sizes(f"{transfer}", bytes=transfer.bytes)
+        for one in self.received:
+            _check_indices(set(one.storages), len(self.storages), f"{one}", "storage")
+            _check_indices({one.call}, len(self.calls) + 1, f"{one}", "call")
 
     def _check_call(self, call: OpCall, where: str) -> None:
         count = len(self.storages)

@@ -426,6 +426,7 @@ class StepProfiler:
             ),
             saved=parts.saved,
             transfers=parts.transfers,
+            received=parts.received,
             device=describe_device(self._device) if dry is None else dry.device.name,
             name=self._name,
             clock=capture.timer.clock or Clock.ROOFLINE,

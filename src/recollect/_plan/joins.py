@@ -50,7 +50,7 @@ def _is_joinable(problem: Problem, giver: Run, taker: Run, storage: int) -> bool
         return False  # somebody else holds it
     between = range(giver.stop, taker.first)  # a view made there is another tensor than the one that was given
     views = (at for at in between if any(value.storage == storage for value in problem.calls[at].outputs))
-    users = (*savers, *problem.read_by[storage], *views)
+    users = (*savers, *problem.read_by[storage], *problem.given_at.get(storage, ()), *views)
     return all(giver.first <= at < giver.stop or taker.first <= at < taker.stop for at in users)
 
 

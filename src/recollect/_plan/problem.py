@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved
+from recollect._core.calls import Category, Lifetime, OpCall, Phase, Received, Saved
 from recollect._core.decisions import Site
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
@@ -26,6 +26,8 @@ from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.prices import Prices
 from recollect._plan.refusals import refuse_unplannable
 from recollect._plan.rounds import take_round
+
+_NOTHING = Received(module="", call=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class Run:
         end: the backward call after the last that belongs to the run; 0 if none does.
         last_needed: the call at which running again may stop: what comes from there on saves nothing.
         needs: the storages made in the run that its backward asks for.
-        read_outside: the storages that running it again reads, and that are made elsewhere.
+        read_outside: the storages that running it again reads or is given, and that are made elsewhere.
+        form: what it was called with, as far as that tells one kind of call from another; see `Received`.
     """
 
     path: str
@@ -53,6 +56,7 @@ class Run:
     last_needed: int
     needs: frozenset[int]
     read_outside: frozenset[int]
+    form: str = ""
 
     @property
     def start(self) -> int | None:
@@ -75,6 +79,7 @@ class Problem:
         leaves: paths of the modules that hold no others.
         saved_by: for each storage the forward calls that save it.
         read_by: for each storage the forward calls that read it.
+        given_at: for each storage the forward calls before which a module was given it, where calls do not show it.
         inner_casts: the forward calls that cast or copy what a call of torch is given, as its first step; they can run
             again without the rest of it.
         casts: these, and all others that cast as autocast does; nobody keeps what they give.
@@ -117,6 +122,11 @@ class Problem:
         for number in range(self.forward_count):
             for storage in self.reads[number]:
                 self.read_by[storage].append(number)
+        self.given_at: dict[int, list[int]] = defaultdict(list)
+        for one in profile.received:
+            for storage in one.storages:
+                self.given_at[storage].append(one.call)
+        self._received = {(one.module, one.call): one for one in profile.received}
         self.inner_casts = find_inner_casts(profile, self.reads, self.makes)
         self.casts = find_casts(profile) | self.inner_casts
         self.cached = frozenset(
@@ -333,7 +343,7 @@ class Problem:
     def _make_run(self, path: str, first: int, stop: int, edges: dict[int, list[Saved]], ends: dict[int, int]) -> Run:
         makes: dict[int, list[int]] = {}
         asks: dict[int, dict[int, None]] = {}
-        last_needed = first
+        last_needed, given = first, self._received.get((path, first), _NOTHING)
         for number in range(first, stop):
             for storage in self.makes[number]:
                 makes[storage] = [number]
@@ -356,9 +366,10 @@ class Problem:
             end=max((ends.get(number, 0) for number in range(first, stop)), default=0),
             last_needed=last_needed,
             needs=frozenset(storage for own in asks.values() for storage in own if storage in makes),
-            read_outside=frozenset(
-                storage for number in range(first, last_needed) for storage in self.reads[number]
-            ).difference(makes),
+            read_outside=frozenset(given.storages)
+            .union(storage for number in range(first, last_needed) for storage in self.reads[number])
+            .difference(makes),
+            form=given.form,
         )
 
 

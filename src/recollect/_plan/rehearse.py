@@ -237,9 +237,7 @@ class _Stage:
 
     def _spread(self) -> Iterator[tuple[Sequence[int], float]]:
         """Steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
-        again: dict[int, list[int]] = {}
-        for step, index in self._owners.items():
-            again.setdefault(index, []).append(step)
+        again = self._group_steps()
         for index, (run, _) in enumerate(self._chosen):
             forward_s, backward_s = self._host_s[index]
             own = range(self._at[run.first], self._at[run.stop - 1] + 1)
@@ -250,20 +248,9 @@ class _Stage:
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
         """Run again: what that makes, and until when it holds what it reads."""
         made = self._run_again(ends, copies)
-        last = {index: step for step, index in self._owners.items()}
-        problem = self._problem
-        for index, (run, treatment) in enumerate(self._chosen):
-            if treatment.way is PlannedWay.REPLAY:
-                begin = self._before[find_begin(problem, run, treatment, self._given.get(index))]
-                for storage in run.read_outside - self._forgotten(index):
-                    self._hold(ends, storage, begin)
-        for index, step in last.items():
-            run, treatment = self._chosen[index]
-            if treatment.way is not PlannedWay.REPLAY:
-                stop = find_stop(run, self._given.get(index))
-                served = (at for at in treatment.kept if run.makes[at][0] < stop)
-                for storage in (*(run.read_outside - self._forgotten(index)), *served):
-                    self._hold(ends, storage, step + 1)
+        own, problem = self._group_steps(), self._problem
+        last = {index: steps[-1] for index, steps in own.items()}
+        self._hold_inputs(ends, own)
         taken = self._find_taken(last)
         for (index, storage), (first, used) in made.items():
             run, treatment = self._chosen[index]
@@ -271,9 +258,40 @@ class _Stage:
             stop = max(used + 1, taken.get(storage, 0))
             if storage in run.needs and end is not None:
                 stop = max(stop, self._before[end])
-            elif treatment.way is not PlannedWay.REPLAY and end is not None and end <= run.stop:
-                stop = max(stop, min(first + end - run.makes[storage][0], last[index] + 1))
+            elif treatment.way is not PlannedWay.REPLAY:  # code holds it as in forward, and at its end all that is left
+                held = last[index] + 1 - first
+                stop = max(stop, first + (held if end is None else min(held, end - run.makes[storage][0])))
             copies.append((first, stop, problem.sizes[storage]))
+
+    def _hold_inputs(self, ends: dict[int, int], own: dict[int, list[int]]) -> None:
+        """Hold what regions were given, and what they are served, as long as they do."""
+        problem = self._problem
+        for index, (run, treatment) in enumerate(self._chosen):
+            if treatment.way is PlannedWay.REPLAY:
+                begin = self._before[find_begin(problem, run, treatment, self._given.get(index))]
+                for storage in run.read_outside - self._forgotten(index):
+                    self._hold(ends, storage, begin)
+        for index, steps in own.items():
+            run, treatment = self._chosen[index]
+            if treatment.way is not PlannedWay.REPLAY:
+                for storage in run.read_outside - self._forgotten(index):
+                    self._hold(ends, storage, steps[-1] + 1)
+                stop = find_stop(run, self._given.get(index))
+                for storage in (at for at in treatment.kept if run.makes[at][0] < stop):
+                    self._hold(ends, storage, self._find_served(steps, storage))
+
+    def _group_steps(self) -> dict[int, list[int]]:
+        """The steps that each chosen run adds, in order."""
+        found: dict[int, list[int]] = {}
+        for step, index in self._owners.items():
+            found.setdefault(index, []).append(step)
+        return found
+
+    def _find_served(self, steps: Sequence[int], storage: int) -> int:
+        """The step before which code that runs again lets go of a result that it is served: where it did in forward."""
+        end = self._problem.spans[storage][1]
+        place = len(steps) if end is None else bisect.bisect_left(steps, end, key=self._steps.__getitem__)
+        return steps[place] if place < len(steps) else steps[-1] + 1
 
     def _run_again(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
         """What is made again, by run and storage: the step that makes it, and the last recomputed one that uses it."""

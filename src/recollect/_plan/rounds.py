@@ -90,6 +90,15 @@ def _cut(profile: Profile, own: range) -> Profile:
             if edge.by in own
         ),
         transfers=(),
+        received=tuple(
+            replace(
+                one,
+                call=one.call - own.start,
+                storages=tuple(numbers[at] for at in one.storages if at in numbers),
+            )
+            for one in profile.received
+            if one.call in own
+        ),
         under_regions=None,
     )
 

@@ -54,13 +54,32 @@ def can_replay(problem: Problem, run: Run) -> bool:
 
     Not if it overwrites what something else has a view of, reads buffers that it updates, takes memory that others
     fill, assigns to parts of tensors, talks to other processes, calls TorchScript, cuts tensors by what it chooses (see
-    `cuts_by_choice`), or is so small that an accelerator would wait for the host.
+    `cuts_by_choice`), is so small that an accelerator would wait for the host, or makes other calls in another run that
+    looks the same from outside: a cache in a list is empty in the first.
     """
     known: dict[tuple[str, int], bool] = problem.derived.setdefault("can replay", {})
     key = (run.path, run.first)
     if key not in known:
-        known[key] = not cuts_by_choice(problem, run) and _can_replay(problem, run)
+        is_known = _goes_alike(problem, run) and not cuts_by_choice(problem, run)
+        known[key] = is_known and _can_replay(problem, run)
     return known[key]
+
+
+def _goes_alike(problem: Problem, run: Run) -> bool:
+    """Whether the other runs of its module that look the same from outside make the same calls, on the same shapes."""
+    return all(
+        problem.are_same(run, other) and _give_same_shapes(problem, run, other)
+        for other in problem.runs_of(run.path)
+        if run.form and other is not run and other.form == run.form
+    )
+
+
+def _give_same_shapes(problem: Problem, run: Run, other: Run) -> bool:
+    ours, theirs = (problem.calls[one.first : one.stop] for one in (run, other))
+    return all(
+        [value.shape for value in here.outputs] == [value.shape for value in there.outputs]
+        for here, there in zip(ours, theirs, strict=True)
+    )
 
 
 def _can_replay(problem: Problem, run: Run) -> bool:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from recollect._core.calls import Category, Lifetime, OpCall, Phase, Saved, Storage, Transfer, Value
+from recollect._core.calls import Category, Lifetime, OpCall, Phase, Received, Saved, Storage, Transfer, Value
 from recollect._profile.capture import Capture
 from recollect._profile.raw import RawCall, RawValue
 from recollect._profile.storage_log import BEFORE
@@ -52,6 +52,7 @@ class Assembled:
     calls: tuple[OpCall, ...]
     saved: tuple[Saved, ...]
     transfers: tuple[Transfer, ...]
+    received: tuple[Received, ...]
 
 
 def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> Assembled:
@@ -82,7 +83,8 @@ def assemble(capture: Capture, known: Known, spans: Sequence[Span | None]) -> As
         for number, entry in enumerate(capture.storages.entries)
     )
     transfers = tuple(capture.travels.transfers)
-    return Assembled(storages=storages, calls=calls, saved=saved, transfers=transfers)
+    received = tuple(capture.receptions.list(calls, saved, capture.whereabouts.places.path_of))
+    return Assembled(storages=storages, calls=calls, saved=saved, transfers=transfers, received=received)
 
 
 class _Links:

@@ -31,8 +31,10 @@ from recollect._core.torch_private.engine import (
     when_pass_ends,
 )
 from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._profile.above import Above
 from recollect._profile.allocations import AllocationMeter
 from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
+from recollect._profile.received import Receptions
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of, tensors_written
@@ -74,6 +76,7 @@ class Capture(DispatchMode):
         states: numbers of storages that were an optimizer's state.
         optimizers: that made a step.
         travels: copies to other tiers and back.
+        receptions: what modules were called with.
         whereabouts: where in the step and in the user's code calls stand.
     """
 
@@ -112,6 +115,7 @@ class Capture(DispatchMode):
         self._leaves: dict[int, ref[Tensor]] = {}
         self._leaving = ExitStack()
         self._variables = self.whereabouts.visits.variables = Variables()
+        self.receptions = Receptions(self.storages)
 
     @property
     def saw_backward(self) -> bool:
@@ -135,7 +139,7 @@ class Capture(DispatchMode):
             stack.enter_context(listeners.listening(self._hear))
             self._variables.start(self._note_variables)
             stack.callback(self._variables.stop)
-            self.whereabouts.visits.start()
+            self.whereabouts.visits.start(self._note_arguments)
             stack.callback(self.whereabouts.visits.stop)
             super().__enter__()
             stack.push(super().__exit__)
@@ -214,6 +218,13 @@ class Capture(DispatchMode):
             self.storages.settle(at)
             for tensor in tensors:
                 self.storages.note_variable(tensor, at)
+
+    def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called with these; what runs again in backward says nothing."""
+        if current_pass() == -1 and self.is_on:
+            with self._lock:
+                self.storages.settle(len(self.calls))
+                self.receptions.note(module, args, kwargs, len(self.calls))
 
     def _keep_aside(self, written: Sequence[Tensor], kwargs: dict[str, Any], node: Any) -> None:
         """Memory that is about to be written into, and generators that are about to be drawn from.
@@ -393,28 +404,7 @@ class Capture(DispatchMode):
         self._counts_meta = True
         try:
             with self.whereabouts.in_optimizer():
-                yield _Above(self)
+                yield Above(self)
         finally:
             self._counts_meta = False
             self.timer, self._snapshot, self._meter = timer, snapshot, meter
-
-
-class _Above(DispatchMode):
-    """Lets a capture see operators where another mode lies above it."""
-
-    looks_beneath = True
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and write it down.
-
-        One that writes into lists of tensors is not run: it gives nothing new, and torch takes 0.1 ms for each tensor.
-        """
-        operator = operator_of(func)
-        if operator.writes and operator.name.startswith("aten._foreach_"):
-            self._capture.write(operator, args, kwargs)
-            return None
-        return self._capture.meet(func, args, kwargs)

@@ -1,10 +1,11 @@
 """Which modules were called between two operators: so that two calls of a module in a row are told apart.
 
-Whoever looks at their variables is told of them, too.
+Whoever looks at their variables, or at what they are given, is told of them, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -12,28 +13,35 @@ from torch import nn
 from recollect._core.torch_private.calls import Watch
 from recollect._profile.variables import Variables
 
+Receive = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
 
 class Visits:
     """While started, notes the modules that are called, on all threads. Holds no module alive."""
 
     def __init__(self) -> None:
         self.variables: Variables | None = None
+        self._receive: Receive | None = None
         self._entered: list[int] = []
         self._watch = Watch(self)
 
-    def start(self) -> None:
-        """Begin to note."""
+    def start(self, receive: Receive | None = None) -> None:
+        """Begin to note; `receive` is called with each call's arguments, and held until `stop`."""
+        self._receive = receive
         self._watch.start()
 
     def stop(self) -> None:
         """Note no more."""
         self._watch.stop()
+        self._receive = None
 
-    def enter(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
         self._entered.append(id(module))
         if self.variables is not None:
             self.variables.watch(module)
+        if self._receive is not None:
+            self._receive(module, args, kwargs)
 
     def leave(self, entry: Any) -> None:
         """Never called: nothing is noted of the end of a call."""
