@@ -125,8 +125,8 @@ def test_a_profile_that_does_not_hang_together_is_refused(change: dict[str, Any]
             '{"recollect": "profile", "version": 1, "storages": [], "calls": [], "graph": 1}',
             (
                 "profile: expected the fields storages, calls, saved, device, name, clock, is_dry, rounding_bytes, "
-                "capacity_bytes, fixed_bytes, optimizer, torch, modules, rules, allocators, notes, transfers, received, "
-                "under_regions; not ['graph']"
+                "capacity_bytes, fixed_bytes, optimizer, torch, modules, rules, allocators, notes, transfers, "
+                "received, under_regions; not ['graph']"
             ),
         ),
         (

@@ -257,3 +257,70 @@ def test_a_module_is_not_replayed_whose_calls_differ_where_nobody_can_tell() -> 
     assert not any(can_replay(problem, run) for run in problem.runs_of("layers.0"))
     problem = Problem(recollect.profile(InARow(), torch.randn(64, 16)))
     assert all(can_replay(problem, run) for run in problem.runs_of("blocks.0"))  # a flag tells these apart
+
+
+class Quantised(nn.Module):
+    """Codes cut the graph of the first half off: its values are saved, and nobody asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Bending() for _ in range(6))
+        self.codes, self.decoder = nn.Embedding(16, 16), nn.ModuleList(Bending() for _ in range(2))
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.encoder:
+            x = block(x)
+        return x.argmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.codes(self.encode(x))
+        for block in self.decoder:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_what_is_saved_and_never_asked_for_is_let_go_of_by_regions() -> None:
+    torch.manual_seed(0)
+    model, x = Quantised(), torch.randn(256, 16)
+    seen = with_fixed_times(recollect.profile(model, x))
+    with recollect.apply(model):
+        full = recollect.profile(model, x).peak_bytes
+    plan = recollect.plan(seen, budget="min")
+    assert plan.peak_bytes <= full < 0.7 * seen.peak_bytes
+    assert 0.99 * plan.peak_bytes <= measure(model, x, plan) <= plan.peak_bytes
+    # The encoder never runs again, so that letting go of its values takes the host's time alone.
+    within = recollect.plan(seen, budget=int(0.75 * seen.peak_bytes))
+    assert all(region.again_s == 0 for region in within.regions if region.path.startswith("encoder"))
+    assert any(region.path.startswith("encoder") for region in within.regions)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.heads = (
+            nn.ModuleList(Bending() for _ in range(6)),
+            nn.ModuleList(nn.Linear(16, 4) for _ in range(2)),
+        )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return [head(x).square().mean() for head in self.heads]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, "min"])
+def test_where_two_passes_share_a_graph_each_makes_its_values_again(share: float | str) -> None:
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(256, 16)
+
+    def step() -> None:
+        first, second = model(x)
+        first.backward(retain_graph=True)
+        second.backward()
+
+    seen = with_fixed_times(recollect.profile(step))
+    plan = recollect.plan(seen, budget=int(share * seen.peak_bytes) if isinstance(share, float) else share)
+    with recollect.apply(model, plan):
+        measured = recollect.profile(step).peak_bytes
+    assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes
+    assert plan.peak_bytes < 0.8 * seen.peak_bytes

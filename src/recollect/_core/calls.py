@@ -126,6 +126,7 @@ class OpCall:
         runs_once: whether it must not be run again in backward, because it has effects or reads what was overwritten.
         forward: index of the forward call whose gradient it computes, or that it runs again; None for others, and where
             nobody knows. Module, source and region are then those of that call.
+        nth_pass: for calls of backward, which pass of the step it belongs to, from 0.
         within: number of the call of torch that runs it, as the model's code makes it: calls of forward with the same
             number are one call there; None if nobody knows.
         entered: the outermost module that was called anew between the call of forward before this one and this one, and
@@ -155,6 +156,7 @@ class OpCall:
     is_collective: bool = False
     runs_once: bool = False
     forward: int | None = None
+    nth_pass: int = 0
     within: int | None = None
     entered: str | None = None
     is_scripted: bool = False

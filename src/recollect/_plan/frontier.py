@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from recollect._plan.options import Option
 from recollect._plan.prices import Pace
 from recollect._plan.problem import Problem
-from recollect._plan.recipes import Recipe, group_alike, list_away, list_recipes
+from recollect._plan.recipes import Recipe, find_bases, group_alike, list_away, list_recipes
 from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import Segment, find_chains
 from recollect._plan.ways import can_replay
@@ -104,10 +104,8 @@ def find_frontier(
         while wanted := search.find_paces().difference(tried):
             problem.prices.pace = min(wanted, key=list(Pace).index)
             tried.add(problem.prices.pace)
-            plain = rehearse(problem, [])
             for chain in chains:
-                for recipe in list_recipes(problem, chain, plain):
-                    search.explore(recipe)
+                search.explore_chain(chain)
     finally:
         problem.prices.pace = pace
     for _ in range(_REFINEMENTS):
@@ -174,6 +172,16 @@ class _Search:
         for (low, high), ends in zip(itertools.pairwise(places), itertools.pairwise(is_close), strict=True):
             if any(ends):
                 self.solve((recipe, budget) for budget in budgets[low + 1 : high])
+
+    def explore_chain(self, chain: Sequence[Segment]) -> None:
+        """Judge what recipes along a chain give, from all that they may begin with."""
+        for base in find_bases(self._problem, chain):
+            rest = [segment for segment in chain if all(segment is not one for one, _ in base)]
+            self.judge("planned", base)
+            treated = [pair for segment, option in base for pair in option.treat(self._problem, segment)]
+            plain = rehearse(self._problem, treated)
+            for recipe in list_recipes(self._problem, rest, plain, base) if rest else ():
+                self.explore(recipe)
 
     def _is_close(self, point: Point, frontier: Frontier) -> bool:
         best = frontier.fastest_within(point.peak_bytes)

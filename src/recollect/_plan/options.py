@@ -125,14 +125,15 @@ class Weighed:
 
 
 def weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal) -> Weighed:
-    """Weigh an option for a segment, beside all else as it is in the plain step.
+    """Weigh an option for a segment, beside all else as it is in the plain step, or in what takes its place.
 
     What it frees and adds is found once; what that costs is another matter at every pace.
     """
     known: dict[object, tuple[Weighed, Added]] = problem.derived.setdefault("weighed", {})
-    key = (segment.path, option, problem.link_bytes_per_s)
+    key = (segment.path, option, problem.link_bytes_per_s, tuple(run.first for run, _ in plain.chosen))
     if key not in known:
-        seen = rehearse(problem, option.treat(problem, segment), is_timed=False) if option.acts else plain
+        treated = [*plain.chosen, *option.treat(problem, segment)]
+        seen = rehearse(problem, treated, is_timed=False) if option.acts else plain
         known[key] = _weigh(problem, segment, option, plain, seen), seen.added
     weighed, added = known[key]
     return replace(weighed, again_s=problem.prices.sum_up(added))
@@ -173,8 +174,13 @@ def _group_runs(problem: Problem, segment: Segment) -> list[tuple[Run, ...]]:
 
 
 def _backward_of(problem: Problem, runs: Sequence[Run]) -> tuple[int, int]:
-    """The backward calls from the first that asks for a value of the runs to after the last that is of them."""
-    starts = [run.start for run in runs if run.start is not None]
+    """The backward calls from the first that asks for a value of the runs to after the last that is of them.
+
+    Of several passes it is the last that counts: in that the segments go one after the other.
+    """
+    moments, pass_of = [run.asks[-1][0] for run in runs if run.asks], problem.backwards.pass_of
+    last = pass_of(max(moments, default=0))
+    starts = [moment for run in runs for moment, _ in run.asks if pass_of(moment) == last]
     start = min(starts, default=problem.forward_count)
     return start, max([start, *(run.end for run in runs)])
 

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recollect._core.calls import Category, Lifetime, OpCall, Phase, Received, Saved
+from recollect._core.calls import Category, Lifetime, OpCall, Received, Saved
 from recollect._core.decisions import Site
 from recollect._core.families import paths_above
 from recollect._core.profiles import Profile
 from recollect._core.timetables import LEAST_BYTES
+from recollect._plan.backwards import Backwards
 from recollect._plan.casts import find_casts, find_inner_casts
 from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
@@ -43,6 +44,7 @@ class Run:
         end: the backward call after the last that belongs to the run; 0 if none does.
         last_needed: the call at which running again may stop: what comes from there on saves nothing.
         needs: the storages made in the run that its backward asks for.
+        idle: those that it saves and nobody asks for: no backward pass comes to it.
         read_outside: the storages that running it again reads or is given, and that are made elsewhere.
         form: what it was called with, as far as that tells one kind of call from another; see `Received`.
     """
@@ -55,6 +57,7 @@ class Run:
     end: int
     last_needed: int
     needs: frozenset[int]
+    idle: frozenset[int]
     read_outside: frozenset[int]
     form: str = ""
 
@@ -87,6 +90,7 @@ class Problem:
         prices: what its calls cost.
         seconds: what each call adds to the step, as those that do the same do.
         plain_s: what the plain step took.
+        backwards: its backward passes.
         released: for each forward call the backward call at whose start what it saved is gone.
         derived: what solvers have found for parts of it, by their own keys: it holds for all parts that are the same.
 
@@ -132,7 +136,9 @@ class Problem:
         self.cached = frozenset(
             storage for number in self.casts if self._casts_parameter(number) for storage in self.makes[number]
         )
-        self._asked, self.released = self._read_backward()
+        self.backwards = Backwards(profile)
+        self.released = self.backwards.released
+        self.may_join = self.may_join and not self.backwards.share_graphs
         self.last_use = self._find_last_uses()
         self._runs = self._find_runs()
         self.derived: dict[object, Any] = {}
@@ -140,9 +146,12 @@ class Problem:
         self._same: dict[tuple[str, int, int], bool] = {}
 
     def with_link(self, bytes_per_s: float) -> Problem:
-        """The same step, where values can be sent away; the two share what is found for parts of it."""
+        """The same step, where values can be sent away; the two share what is found for parts of it.
+
+        Not where a graph is used by several backward passes: what comes back for one would have to stay for the next.
+        """
         other = copy.copy(self)
-        other.link_bytes_per_s = bytes_per_s
+        other.link_bytes_per_s = None if self.backwards.share_graphs else bytes_per_s
         return other
 
     def _casts_parameter(self, number: int) -> bool:
@@ -268,23 +277,6 @@ class Problem:
             for output, value in enumerate(call.outputs):
                 yield number, value.storage, _site_within(call, run.path, nth, output)
 
-    def _read_backward(self) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """When the values that a forward call saves are asked for, and when they are let go."""
-        first: dict[int, int] = {}
-        released: dict[int, int] = {}
-        for number in range(self.forward_count, len(self.calls)):
-            forward = self.calls[number].forward
-            if forward is not None and self.calls[number].phase is Phase.BACKWARD:
-                first.setdefault(forward, number)
-                released[forward] = number + 1
-        asked: dict[int, list[int]] = {}
-        for edge in self.profile.saved:
-            moment = first.get(edge.by, edge.reader)
-            if moment is not None:
-                asked[edge.by] = [moment if edge.reader is None else min(moment, edge.reader)]
-                released[edge.by] = max(released.get(edge.by, 0), moment + 1, (edge.reader or 0) + 1)
-        return asked, released
-
     def _find_last_uses(self) -> dict[int, int]:
         """For each storage the last forward call that has to do with it."""
         last: dict[int, int] = {}
@@ -301,11 +293,6 @@ class Problem:
         edges: dict[int, list[Saved]] = defaultdict(list)
         for edge in self.profile.saved:
             edges[edge.by].append(edge)
-        ends: dict[int, int] = {}
-        for number in range(self.forward_count, len(self.calls)):
-            forward = self.calls[number].forward
-            if forward is not None and self.calls[number].phase is Phase.BACKWARD:
-                ends[forward] = number + 1
         found: dict[str, list[Run]] = {}
         for path, mine in numbers.items():
             spans: list[list[int]] = []  # of each run, its first and its last call
@@ -315,7 +302,7 @@ class Problem:
                 else:
                     spans.append([number, number])
             own = self._leave_out_parts(path, spans)
-            found[path] = [self._make_run(path, first, last + 1, edges, ends) for first, last in own]
+            found[path] = [self._make_run(path, first, last + 1, edges) for first, last in own]
         return found
 
     def _leave_out_parts(self, path: str, spans: list[list[int]]) -> list[list[int]]:
@@ -340,9 +327,10 @@ class Problem:
         entered = self.calls[number].entered
         return entered is not None and entered in paths_above(path)
 
-    def _make_run(self, path: str, first: int, stop: int, edges: dict[int, list[Saved]], ends: dict[int, int]) -> Run:
+    def _make_run(self, path: str, first: int, stop: int, edges: dict[int, list[Saved]]) -> Run:
         makes: dict[int, list[int]] = {}
         asks: dict[int, dict[int, None]] = {}
+        idle = set[int]()
         last_needed, given = first, self._received.get((path, first), _NOTHING)
         for number in range(first, stop):
             for storage in self.makes[number]:
@@ -352,20 +340,24 @@ class Problem:
                     makes[storage].append(number)
         for number in range(first, stop):
             for edge in edges.get(number, ()):
-                for moment in self._asked.get(number, ()):
+                for moment in self.backwards.asked.get(number, ()):
                     asks.setdefault(moment, {})[edge.storage] = None
+                if number not in self.backwards.asked and edge.storage in makes:
+                    idle.add(edge.storage)
                 maker = makes.get(edge.storage)
                 # What a call saves of its inputs is saved before it runs; of its results, after.
                 last_needed = max(last_needed, number + 1 if maker and maker[-1] == number else number)
+        needs = frozenset(storage for own in asks.values() for storage in own if storage in makes)
         return Run(
             path=path,
             first=first,
             stop=stop,
             asks=tuple((moment, tuple(asks[moment])) for moment in sorted(asks)),
             makes={storage: tuple(calls) for storage, calls in makes.items()},
-            end=max((ends.get(number, 0) for number in range(first, stop)), default=0),
+            end=max((self.backwards.ends.get(number, 0) for number in range(first, stop)), default=0),
             last_needed=last_needed,
-            needs=frozenset(storage for own in asks.values() for storage in own if storage in makes),
+            needs=needs,
+            idle=frozenset(idle - needs),
             read_outside=frozenset(given.storages)
             .union(storage for number in range(first, last_needed) for storage in self.reads[number])
             .difference(makes),

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from recollect._core.timetables import IN_FLIGHT_BYTES
 from recollect._plan.joins import find_joinable
 from recollect._plan.options import PLAIN, Option, Weighed, move, place_of, weigh, without_worse
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal
-from recollect._plan.segments import Segment, find_last_modules, find_parts
+from recollect._plan.segments import Segment, find_parts
+from recollect._plan.sent_modules import Extra, choose_sent
 from recollect._plan.solvers.chain import can_fit, choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
-from recollect._plan.treatments import PlannedWay, Treatment, count_host, find_held, find_recomputed, find_sent
+from recollect._plan.treatments import PlannedWay, Treatment, count_host, find_held, find_recomputed
 from recollect._plan.ways import can_replay, cuts_by_choice, find_sendable, name_alike
 
 _BUDGETS = 40
@@ -27,19 +27,12 @@ _NARROWINGS = 12
 _FEWER_BUDGETS = 28
 _MOST_PRICES = 16
 _MORE = 1 + 1e-6  # what has just this price is taken
-_BACKLOGS_BYTES = (IN_FLIGHT_BYTES, 4 * IN_FLIGHT_BYTES)
-_MARKER_BYTES = IN_FLIGHT_BYTES // 4
-_SENT_SHARES = (0.34, 0.67, 1.0)
 _LITTLE_FOLLOWING = (None, PlannedWay.RERUN)
 _LINK_SHARES = (0.7, 0.9, 1.0, 1.1)  # of its speed, for what replays send: other modules run beside them
 _MOST_SENT = 12  # values of a run
 _RUNS_AGAIN = (PlannedWay.RERUN, PlannedWay.SERVE, PlannedWay.REPLAY)
 _ROWS = (2, 4, 8)  # of joined segments: made again at once, and so not many
 _MOST_LINK_TIME = 1.5  # of a run's own time, for what it sends: some runs send less
-
-
-Extra = tuple[tuple[Segment, Option], ...]
-"""Modules beside a chain, and what becomes of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,11 +63,29 @@ class Recipe:
             for segment, one in zip(self.chain, chosen or (), strict=False)
             for pair in _take_apart(self.parts, segment, one.option)
         ]
-        return [*found, *self.extra] if chosen else found
+        found += self.extra if chosen else ()
+        return sorted(found, key=lambda pair: pair[0].runs[0].first)
 
 
-def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> Iterator[Recipe]:
-    """For budgets from the smallest that can be reached to the plain peak: with whole modules sent, and without."""
+def find_bases(problem: Problem, chain: Sequence[Segment]) -> Iterator[Extra]:
+    """What a search may begin with, beside nothing: letting go of all that is saved and never asked for is nearly free.
+
+    It is gone before backward, so that choices along a chain, which see what is there between the two, do not find it.
+    """
+    yield ()
+    if idle := tuple((one, Option(way=PlannedWay.RERUN)) for one in chain if all(not run.asks for run in one.runs)):
+        yield idle
+
+
+def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal, base: Extra = ()) -> Iterator[Recipe]:
+    """For budgets from the smallest that can be reached to the plain peak: with whole modules sent, and without.
+
+    Args:
+        problem: the step.
+        chain: its segments, without those of the base.
+        plain: the step with nothing chosen but the base.
+        base: see `find_bases`.
+    """
     options = weigh_chain(problem, chain, plain)
     has_parts = any(weighed.option.parts for own in options for weighed in own)
     parts = {part.path: part for segment in chain if has_parts for part in find_parts(problem, segment)}
@@ -82,26 +93,26 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -
     start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
     rest = plain.most_bytes(last.runs[-1].stop, start)
     high = _find_smallest(options, rest, plain.peak_bytes)
-    for sent, extra in ((frozenset[int](), ()), *_choose_sent(problem, chain)):
+    for sent, extra in ((frozenset[int](), ()), *choose_sent(problem, chain)):
         away = {at: weigh(problem, chain[at], Option(way=PlannedWay.OFFLOAD), plain) for at in sent}
         mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
         steps = _FEWER_BUDGETS if sent else _BUDGETS
         lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
         budgets = _spread(lowest, plain.peak_bytes, steps)
-        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=extra)
+        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=(*base, *extra))
         if not sent and (fewer := _follow_fewer(problem, chain, options)) is not None:
-            yield Recipe(chain=chain, options=fewer, rest_bytes=rest, budgets=budgets, parts=parts)
+            yield Recipe(chain=chain, options=fewer, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
     for mixed, sent_bytes in _list_sending(problem, chain, options, plain):
         lowest = max(0, high - sent_bytes)
         budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
-        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts)
+        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
     followed = _follow_fewer(problem, chain, options) or options
     for size in _ROWS if problem.may_join else ():
         joined = _join(problem, chain, followed, size)
         lowest = _find_smallest(joined, rest, high)
         if lowest < high:
             budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
-            yield Recipe(chain=chain, options=joined, rest_bytes=rest, budgets=budgets, parts=parts)
+            yield Recipe(chain=chain, options=joined, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
 
 
 def _spread(low: int, high: int, steps: int) -> tuple[int, ...]:
@@ -221,46 +232,6 @@ def _take_apart(parts: dict[str, Segment], segment: Segment, option: Option) -> 
 def _keep_here(options: Sequence[Weighed]) -> list[Weighed]:
     """Those that send nothing: where whole modules go, the link is full."""
     return [weighed for weighed in options if not weighed.option.sends]
-
-
-def _choose_sent(problem: Problem, chain: Sequence[Segment]) -> Iterator[tuple[frozenset[int], Extra]]:
-    """Which segments to send away: as many as the link carries beside forward, evenly spread, the first ones first.
-
-    The most that it carries is tried with a marker, too.
-    """
-    speed = problem.link_bytes_per_s
-    if not speed:
-        return
-    known: set[frozenset[int]] = set()
-    for limit in _BACKLOGS_BYTES:
-        backlog, sent = 0.0, list[int]()
-        for at, segment in enumerate(chain[:-1]):
-            size = sum(problem.sizes[storage] for storage in find_sent(problem, segment.runs))
-            if size and (not backlog or backlog + size <= limit):
-                sent.append(at)
-                backlog += size
-            passed = sum(problem.seconds[segment.runs[0].first : segment.runs[-1].stop])
-            backlog = max(0.0, backlog - passed * speed)
-        for share in _SENT_SHARES:
-            some = frozenset(sent[: max(1, round(len(sent) * share))])
-            if some and some not in known:
-                known.add(some)
-                yield some, ()
-        if sent and (marker := _find_marker(problem, chain)) is not None:
-            inside = [at for at, segment in enumerate(chain) if segment.path == marker.path]
-            yield frozenset((*sent, *inside)), () if inside else ((marker, Option(way=PlannedWay.OFFLOAD)),)
-
-
-def _find_marker(problem: Problem, chain: Sequence[Segment]) -> Segment | None:
-    """The last module that saves little, after all blocks: when backward asks for that, ways back can begin.
-
-    Without it they begin with the first use of what was sent, which is then not back in time, and so is not sent.
-    """
-    for segment in find_last_modules(problem, chain):
-        size = sum(problem.sizes[storage] for storage in find_sent(problem, segment.runs))
-        if 0 < size <= _MARKER_BYTES:
-            return segment
-    return None
 
 
 def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recollect._core.timetables import SeenValue
+from recollect._plan.endings import list_ends
 from recollect._plan.joins import find_begin, find_given, find_joins
 from recollect._plan.journeys import find_absences
 from recollect._plan.occupancy import Order
@@ -41,6 +42,7 @@ class Rehearsal:
     """What a step takes under regions.
 
     Attributes:
+        chosen: the runs that are regions, and what becomes of them.
         bytes_at: bytes in use while each step runs.
         calls: the call of each step; forward calls that run again are there twice.
         places: for each call of the profile, the number of its own step.
@@ -51,6 +53,7 @@ class Rehearsal:
         host_s: what the host does for regions, by step: see `Prices.queue`.
     """
 
+    chosen: Sequence[tuple[Run, Treatment]]
     bytes_at: Numbers
     calls: list[int]
     places: list[int]
@@ -112,13 +115,14 @@ class _Stage:
         self._order = order = Order(len(problem.calls), inserted)
         self._steps, self._owners = order.calls, order.owners
         self._at, self._before = order.at, order.before
+        self._passes = [self._before[start] for start in problem.backwards.starts]
 
     def play(self, *, is_timed: bool) -> Rehearsal:
         problem, steps = self._problem, self._steps
         ends: dict[int, int] = {}  # of the first copies, where regions change them; by step
         copies: list[tuple[int, int, int]] = []  # of values that are made again: from step, to step, bytes
         for run, treatment in self._chosen:
-            for one in _list_ends(problem, run) if treatment.way is not PlannedWay.OFFLOAD else ():
+            for one in list_ends(problem, run) if treatment.way is not PlannedWay.OFFLOAD else ():
                 if one.storage not in treatment.kept:
                     ends[one.storage] = max(self._at[one.used] + 1, self._before[one.moment])
         for join in self._joins.values():
@@ -136,6 +140,7 @@ class _Stage:
         more = list(self._spread()) if is_timed else []
         step_s, pace = self._time(again_s, waits_s, more) if is_timed else (problem.plain_s + again_s, Pace.HOST)
         return Rehearsal(
+            chosen=self._chosen,
             bytes_at=problem.occupancy.follow(self._order, ends, copies),
             calls=steps,
             places=self._at,
@@ -237,7 +242,9 @@ class _Stage:
 
     def _spread(self) -> Iterator[tuple[Sequence[int], float]]:
         """Steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
-        again = self._group_steps()
+        again: dict[int, list[int]] = {}
+        for (index, _), steps in self._group_steps().items():
+            again.setdefault(index, []).extend(steps)
         for index, (run, _) in enumerate(self._chosen):
             forward_s, backward_s = self._host_s[index]
             own = range(self._at[run.first], self._at[run.stop - 1] + 1)
@@ -249,21 +256,25 @@ class _Stage:
         """Run again: what that makes, and until when it holds what it reads."""
         made = self._run_again(ends, copies)
         own, problem = self._group_steps(), self._problem
-        last = {index: steps[-1] for index, steps in own.items()}
+        last = {index: (nth, steps[-1]) for (index, nth), steps in own.items()}
         self._hold_inputs(ends, own)
-        taken = self._find_taken(last)
-        for (index, storage), (first, used) in made.items():
+        taken = self._find_taken({index: step for index, (_, step) in last.items()})
+        for (index, nth, storage), (first, used) in made.items():
             run, treatment = self._chosen[index]
             end = problem.spans[storage][1]
             stop = max(used + 1, taken.get(storage, 0))
-            if storage in run.needs and end is not None:
+            is_saved = storage in run.needs or storage in run.idle
+            if is_saved and nth < last[index][0]:  # it is made once more
+                released = (problem.backwards.released_in(by, nth) for by in problem.saved_by[storage])
+                stop = max([stop, *(self._before[moment] for moment in released)])
+            elif is_saved and end is not None:
                 stop = max(stop, self._before[end])
             elif treatment.way is not PlannedWay.REPLAY:  # code holds it as in forward, and at its end all that is left
-                held = last[index] + 1 - first
+                held = own[index, nth][-1] + 1 - first
                 stop = max(stop, first + (held if end is None else min(held, end - run.makes[storage][0])))
             copies.append((first, stop, problem.sizes[storage]))
 
-    def _hold_inputs(self, ends: dict[int, int], own: dict[int, list[int]]) -> None:
+    def _hold_inputs(self, ends: dict[int, int], own: dict[tuple[int, int], list[int]]) -> None:
         """Hold what regions were given, and what they are served, as long as they do."""
         problem = self._problem
         for index, (run, treatment) in enumerate(self._chosen):
@@ -271,7 +282,11 @@ class _Stage:
                 begin = self._before[find_begin(problem, run, treatment, self._given.get(index))]
                 for storage in run.read_outside - self._forgotten(index):
                     self._hold(ends, storage, begin)
-        for index, steps in own.items():
+            elif run.start is None:  # nothing is made again: its inputs are held as long as the graph is
+                until = max((problem.spans[storage][1] or 0 for storage in run.idle), default=0)
+                for storage in run.read_outside if until else ():
+                    self._hold(ends, storage, self._before[until])
+        for (index, _), steps in own.items():
             run, treatment = self._chosen[index]
             if treatment.way is not PlannedWay.REPLAY:
                 for storage in run.read_outside - self._forgotten(index):
@@ -280,12 +295,16 @@ class _Stage:
                 for storage in (at for at in treatment.kept if run.makes[at][0] < stop):
                     self._hold(ends, storage, self._find_served(steps, storage))
 
-    def _group_steps(self) -> dict[int, list[int]]:
-        """The steps that each chosen run adds, in order."""
-        found: dict[int, list[int]] = {}
+    def _group_steps(self) -> dict[tuple[int, int], list[int]]:
+        """The steps that each chosen run adds in each backward pass, in order."""
+        found: dict[tuple[int, int], list[int]] = {}
         for step, index in self._owners.items():
-            found.setdefault(index, []).append(step)
+            found.setdefault((index, self._pass_of(step)), []).append(step)
         return found
+
+    def _pass_of(self, step: int) -> int:
+        """The backward pass in which a step runs."""
+        return max(0, bisect.bisect_right(self._passes, step) - 1)
 
     def _find_served(self, steps: Sequence[int], storage: int) -> int:
         """The step before which code that runs again lets go of a result that it is served: where it did in forward."""
@@ -293,22 +312,24 @@ class _Stage:
         place = len(steps) if end is None else bisect.bisect_left(steps, end, key=self._steps.__getitem__)
         return steps[place] if place < len(steps) else steps[-1] + 1
 
-    def _run_again(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
-        """What is made again, by run and storage: the step that makes it, and the last recomputed one that uses it."""
+    def _run_again(
+        self, ends: dict[int, int], copies: list[tuple[int, int, int]]
+    ) -> dict[tuple[int, int, int], list[int]]:
+        """What is made again, by run, pass and storage: the step that makes it, the last that uses it there."""
         problem = self._problem
-        made: dict[tuple[int, int], list[int]] = {}
+        made: dict[tuple[int, int, int], list[int]] = {}
         parts = [(treatment.kept, self._forgotten(index)) for index, (_, treatment) in enumerate(self._chosen)]
         for step, index in self._owners.items():
-            call, (kept, forgotten) = self._steps[step], parts[index]
+            call, (kept, forgotten), nth = self._steps[step], parts[index], self._pass_of(step)
             for storage in problem.reads[call]:
-                copy = made.get((index, storage))
+                copy = made.get((index, nth, storage))
                 if copy is not None:
                     copy[1] = step
                 elif storage not in forgotten:
                     self._hold(ends, storage, step + 1)
             for storage in problem.makes[call]:
                 if storage not in kept:
-                    made[index, storage] = [step, step]
+                    made[index, nth, storage] = [step, step]
                 elif problem.sizes[storage]:
                     copies.append((step, step + 1, problem.sizes[storage]))  # a second one, dropped at once
         return made
@@ -343,36 +364,6 @@ class _Stage:
             return
         known = ends.get(storage)
         ends[storage] = max(step, self._before[max(end or 0, start)] if known is None else known)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """When a value is gone that a run does not keep: after a call has used it, and not before a moment of the step."""
-
-    storage: int
-    used: int
-    moment: int
-
-
-def _list_ends(problem: Problem, run: Run) -> list[_End]:
-    """For each value that a run needs, when it is gone if it is not kept; found once."""
-    known: dict[tuple[int, int], list[_End]] = problem.derived.setdefault("ends", {})
-    key = (run.first, run.stop)
-    if key not in known:
-        known[key] = [_find_end(problem, run, storage) for storage in run.needs]
-    return known[key]
-
-
-def _find_end(problem: Problem, run: Run, storage: int) -> _End:
-    start, end = problem.spans[storage]
-    savers = problem.saved_by[storage]
-    released = max(problem.released.get(by, 0) for by in savers)
-    if end is None or end > max(released, run.end):  # somebody else holds it, too, not just nodes of the run
-        moment = len(problem.calls) if end is None else max(end, start)
-        return _End(storage=storage, used=start, moment=moment)
-    cached = [problem.forward_count] if storage in problem.cached else []
-    outside = [problem.released[by] for by in savers if not run.first <= by < run.stop and by in problem.released]
-    return _End(storage=storage, used=problem.let_go(storage, run) - 1, moment=max([0, *cached, *outside]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ def _is_able(problem: Problem, path: str, modules: dict[str, ModuleEntry]) -> bo
     if entry is None or not path or entry.kind in _LISTS:
         return False
     runs = problem.runs_of(path)
-    size = sum(problem.sizes[storage] for run in runs for storage in run.needs if problem.is_evictable(storage, run))
+    size = sum(problem.sizes[at] for run in runs for at in run.needs | run.idle if problem.is_evictable(at, run))
     timeline = problem.profile.timeline
     return size * _LEAST_SHARE > timeline.peak_bytes - timeline.held_bytes
 
@@ -166,5 +166,5 @@ def _sign(problem: Problem, run: Run) -> object:
                 tuple(local.get(value.storage, -1) for value in call.inputs),
             )
         )
-    needs = tuple(sorted((local[storage], problem.is_evictable(storage, run)) for storage in run.needs))
-    return tuple(lines), needs
+    saved = tuple(sorted((local[at], problem.is_evictable(at, run)) for at in run.needs | run.idle))
+    return tuple(lines), saved, bool(run.asks)

@@ -79,14 +79,28 @@ def find_recomputed(
     """
     if run.start is None or treatment.way is PlannedWay.OFFLOAD:
         return []
-    if treatment.way is not PlannedWay.REPLAY:
-        moment = run.start if given is None else min(run.start, given.moment)
-        calls = range(run.first, find_stop(run, given))
-        return [(moment, [number for number in calls if not _is_served(problem, number, treatment)])]
-    there = set(treatment.kept)
+    if treatment.way is PlannedWay.REPLAY:
+        return _find_replayed(problem, run, treatment.kept, given)
+    pass_of = problem.backwards.pass_of
+    firsts = {pass_of(moment): moment for moment, _ in reversed(run.asks)}
+    if given is not None:
+        nth = pass_of(given.moment)
+        firsts[nth] = min(firsts.get(nth, given.moment), given.moment)
+    calls = range(run.first, find_stop(run, given))
+    again = [number for number in calls if not _is_served(problem, number, treatment)]
+    return [(moment, again) for moment in sorted(firsts.values())]
+
+
+def _find_replayed(
+    problem: Problem, run: Run, kept: frozenset[int], given: Given | None
+) -> list[tuple[int, list[int]]]:
+    """The same for replay, which makes what is missing when it is asked for."""
+    there, nth = set[int](), -1
     found = []
     asks = run.asks if given is None else sorted([(given.moment, tuple(given.storages)), *run.asks])
     for moment, storages in asks:
+        if problem.backwards.pass_of(moment) != nth:  # what was made for the pass before is gone
+            there, nth = set(kept), problem.backwards.pass_of(moment)
         missing = [storage for storage in storages if storage in run.makes and storage not in there]
         again: set[int] = set()
         while missing:
@@ -135,12 +149,14 @@ def find_sent(problem: Problem, runs: Sequence[Run]) -> dict[int, int]:
 
 
 def find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
-    """The backward call at which a replay begins; until then it holds all that the module was given."""
-    there = treatment.kept
+    """The backward call at which a replay begins, in the last pass; until then it holds all that it was given."""
+    there, pass_of = treatment.kept, problem.backwards.pass_of
+    last = pass_of(run.asks[-1][0]) if run.asks else 0
     moments = (
         moment
         for moment, storages in run.asks
-        if any(storage not in there and not problem.is_lasting(storage) for storage in storages)
+        if pass_of(moment) == last
+        and any(storage not in there and not problem.is_lasting(storage) for storage in storages)
     )
     return next(moments, max(run.end, run.start or 0))
 
@@ -159,7 +175,10 @@ def count_host(
     made = [call for _, some in again for call in some]
     drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random) if draws else 0
     sent = _count_sent(problem, run, treatment) if treatment.sends else 0
-    backward_s = overhead.backward_s(calls, problem.count_torch_calls(made), drawn, sent)
+    if run.start is None:  # it never runs again
+        return overhead.forward_s(calls, draws, sent), 0.0
+    passes = len({problem.backwards.pass_of(moment) for moment, _ in run.asks})
+    backward_s = passes * overhead.backward_s(calls, problem.count_torch_calls(made), drawn, sent)
     return overhead.forward_s(calls, draws, sent), backward_s
 
 

@@ -57,7 +57,7 @@ def write_regions(
         again_s = 0.0
         sent = set(find_sent(problem, segment.runs) if option.way is PlannedWay.OFFLOAD else ())
         for run, treatment in option.treat(problem, segment):
-            mine = [storage for storage in run.needs if problem.is_evictable(storage, run)]
+            mine = [storage for storage in run.needs | run.idle if problem.is_evictable(storage, run)]
             plain += sum(problem.sizes[storage] for storage in mine)
             again = find_recomputed(problem, run, treatment)
             again_s += sum(problem.seconds[call] for _, calls in again for call in calls)

@@ -156,7 +156,7 @@ def _find_saved(capture: Capture, links: _Links) -> tuple[Saved, ...]:
             for value in raw.inputs:
                 readers.setdefault((raw.sequence, value[0]), number)
     found: dict[tuple[int, int], Saved] = {}
-    for edge in capture.saved:
+    for edge in capture.graphs.list_saved():
         by = links.by_sequence(edge.sequence)
         if by is not None:
             reader = readers.get((edge.sequence, edge.number))
@@ -238,6 +238,7 @@ def _make_calls(
                 is_collective=operator.is_collective,
                 runs_once=bool(old) or operator.hides_writes,
                 forward=forward,
+                nth_pass=raw.nth_pass if raw.phase is Phase.BACKWARD else 0,
                 within=raw.within,
                 entered=raw.entered,
                 is_scripted=raw.is_scripted,

@@ -27,13 +27,13 @@ from recollect._core.torch_private.engine import (
     current_pass,
     engine_calls,
     next_sequence,
-    sequence_of,
     when_pass_ends,
 )
-from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._core.torch_private.graph import leaf_of
 from recollect._profile.above import Above
 from recollect._profile.allocations import AllocationMeter
-from recollect._profile.raw import IS_SHADOW, RawCall, RawSaved, RawValue
+from recollect._profile.graphs import Graphs, Unfold
+from recollect._profile.raw import IS_SHADOW, RawCall, RawValue
 from recollect._profile.received import Receptions
 from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
 from recollect._profile.storage_log import StorageLog
@@ -47,9 +47,6 @@ _LIFT = "aten.lift_fresh.default"
 _PROGRESS_EVERY = 256
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _NONE: tuple[Tensor, ...] = ()
-
-Unfold = Callable[[Held], Iterable[Tensor]]
-"""The tensors behind a saved one, which hooks may have packed; how regions hold theirs is not known here."""
 
 Workspace = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], int]
 """Bytes that an operator takes and gives back while it runs, from its arguments and result."""
@@ -70,7 +67,7 @@ class Capture(DispatchMode):
 
     Attributes:
         calls: in the order in which they ran.
-        saved: what graphs held when their backward began.
+        graphs: what they held.
         storages: of everything.
         gradients: numbers of storages that were the gradient of a leaf.
         states: numbers of storages that were an optimizer's state.
@@ -96,7 +93,7 @@ class Capture(DispatchMode):
     ) -> None:
         super().__init__()
         self.calls: list[RawCall] = []
-        self.saved: list[RawSaved] = []
+        self.graphs = Graphs(unfold)
         self.storages = StorageLog()
         self.gradients: set[int] = set()
         self.states: set[int] = set()
@@ -104,14 +101,14 @@ class Capture(DispatchMode):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.whereabouts = Whereabouts(region_of=region_of, replay_of=replay_of)
         self.timer, self._snapshot = timer, snapshot
-        self._unfold, self._progress = unfold, progress
+        self._progress = progress
         self._workspace, self._meter = workspace, meter
         self._lock = threading.RLock()
         self._counts_meta = False
         self._flops: dict[tuple[Any, ...], int] = {}
         self._passes: dict[int, bool] = {}  # backward passes, and whether they are of a graph that forward made
+        self._outer_passes = 0
         self._open: set[int] = set()
-        self._walked: set[int] = set()
         self._leaves: dict[int, ref[Tensor]] = {}
         self._leaving = ExitStack()
         self._variables = self.whereabouts.visits.variables = Variables()
@@ -169,8 +166,10 @@ class Capture(DispatchMode):
                 self._note_node(node)
             sequence = next_sequence() - 1
             written = tensors_written(operator, args, kwargs) if operator.writes or operator.statistics else _NONE
-            if self._snapshot is not None and (written or operator.is_random):
-                self._keep_aside(written, kwargs, node)
+            if self._snapshot is not None:
+                self._snapshot.memories.look()
+                if written or operator.is_random:
+                    self._keep_aside(written, kwargs, node)
             measured = None if self._meter is None else self._meter.begin(operator, args, kwargs)
             started = self.timer.start()
             result = func(*args, **kwargs)
@@ -178,7 +177,7 @@ class Capture(DispatchMode):
             taken = None if self._meter is None or measured is None else self._meter.end(measured)
             with self._lock:
                 call = RawCall()
-                call.operator, call.span = operator, span
+                call.operator, call.span, call.nth_pass = operator, span, self._outer_passes - 1
                 self._write_down(call, args, kwargs, result, written)
                 if taken is not None:
                     call.workspace_bytes = taken
@@ -197,7 +196,7 @@ class Capture(DispatchMode):
         """Write down an operator that is not run and would give nothing."""
         with self._lock:
             call = RawCall()
-            call.operator, call.span = operator, None
+            call.operator, call.span, call.nth_pass = operator, None, 0
             self._write_down(call, args, kwargs, None, tensors_written(operator, args, kwargs))
             self.whereabouts.place(call, -1, None)
             self.calls.append(call)
@@ -279,8 +278,8 @@ class Capture(DispatchMode):
                         found.append((number, part.shape, part.dtype))
                 else:
                     found.extend(self._wrapped(part, is_given=is_given))
-                if is_given and part.requires_grad and part.is_leaf:
-                    self._meet_leaf(part)
+                if is_given:
+                    self._meet_given(part)
             elif isinstance(part, (tuple, list)):
                 found.extend(self._values(part, is_given=is_given))
             elif isinstance(part, dict):
@@ -310,35 +309,31 @@ class Capture(DispatchMode):
         running = current_pass()
         if running not in self._passes:
             self._passes[running] = not self._open
+            self._outer_passes += not self._open
             self._open.add(running)
             when_pass_ends(lambda: self._end_pass(running))
-        if leaf_of(node) is not None or sequence_of(node) in self._walked or current_run() is not None:
+        if leaf_of(node) is not None or self.graphs.is_known(node) or current_run() is not None:
             return
         if not self._passes[running]:
             return
         with self._lock:
             self.storages.settle(len(self.calls))
-            for found in walk([node]):
-                leaf = leaf_of(found)
-                if leaf is not None:
-                    self._meet_leaf(leaf)
-                    continue
-                number = sequence_of(found)
-                if number in self._walked:
-                    continue
-                self._walked.add(number)
-                for held in read_node(found).held:
-                    self._note_held(number, held)
+            self.graphs.read_behind(node, self._numbers, self._meet_leaf)
 
     def _end_pass(self, number: int) -> None:
         self._open.discard(number)
         self._note_gradients()
 
-    def _note_held(self, sequence: int, held: Held) -> None:
-        tensors = [held.value] if isinstance(held.value, Tensor) else self._unfold(held)
-        for tensor in tensors:
-            for number in self._numbers(tensor):
-                self.saved.append(RawSaved(sequence, number))
+    def _meet_given(self, tensor: Tensor) -> None:
+        """An operator is given a tensor, which may have a place in a graph."""
+        if self._snapshot is not None and not (tensor.requires_grad and torch.is_grad_enabled()):
+            self._snapshot.memories.note_read(tensor)
+        if not tensor.requires_grad:
+            return
+        if tensor.is_leaf:
+            self._meet_leaf(tensor)
+        elif current_pass() == -1:
+            self.graphs.meet(tensor.grad_fn, self._numbers)
 
     def _meet_leaf(self, leaf: Tensor) -> None:
         """A leaf that gradients may come to; it is not held, it may have been made in the step."""

@@ -27,6 +27,7 @@ class RawCall:
         "is_scripted",
         "leaf",
         "module",
+        "nth_pass",
         "operator",
         "outputs",
         "phase",
@@ -55,6 +56,7 @@ class RawCall:
     flops: int
     span: Any
     run: object
+    nth_pass: int
     within: int | None
     entered: str | None
     is_scripted: bool

@@ -2,8 +2,9 @@
 
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
 copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
-step that gives them other memory (``p.data = ...``) keeps the old one alive. What a first forward sets up (hooks,
-parts, buffers that were not there) stays set up, once: models know by flags of their own that they have done so.
+step that gives them other memory (``p.data = ...``) gets the old one back; see `exchanged`. What a first forward sets
+up (hooks, parts, buffers that were not there) stays set up, once: models know by flags of their own that they have done
+so.
 Not seen: writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these tables.
 """
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._core.torch_private.versions import set_version, version_of
 from recollect._profile.contents import Contents
+from recollect._profile.exchanged import Memories
 from recollect._profile.storages import Found, storages_of
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -36,7 +37,7 @@ class Snapshot:
         self._contents = Contents()
         self._written: dict[int, tuple[ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
         self._gradients: dict[int, _Gradient] = {}
-        self._memory: dict[int, _Memory] = {}
+        self.memories = Memories()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
@@ -47,7 +48,7 @@ class Snapshot:
                 self._contents.note_lost(vars(part).get(name))
             self._modes.append((part, part.training))
         for tensor in (*module.parameters(), *module.buffers()):
-            self._memory.setdefault(id(tensor), _Memory(tensor))
+            self.memories.add(tensor)
         for parameter in module.parameters():
             self.note_leaf(parameter)
         # On a device small ones are copied now: in the midst of the step each copy would wait for all that is queued.
@@ -119,7 +120,7 @@ class Snapshot:
         """How many parameters and buffers were written into past the operators that were seen: they stay so."""
         return sum(
             memory.was_written and not any(self._has_copy(storage) for storage, _ in storages_of(memory.tensor))
-            for memory in self._memory.values()
+            for memory in self.memories
         )
 
     def restore(self) -> None:
@@ -132,7 +133,7 @@ class Snapshot:
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._contents.restore()
-        for memory in self._memory.values():
+        for memory in self.memories:
             memory.restore()
         for module, training in self._modes:
             module.training = training
@@ -140,29 +141,6 @@ class Snapshot:
             gradient.restore()
         for generator, state in self._generators.values():
             generator.set_state(state)
-
-
-class _Memory:
-    """The memory that a parameter or buffer had, how often it had been written into, and whether it was trained."""
-
-    __slots__ = ("_before", "_requires_grad", "_version", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._before = tensor, tensor.data
-        self._version, self._requires_grad = version_of(tensor), tensor.requires_grad
-
-    @property
-    def was_written(self) -> bool:
-        """Whether it was written into, and still is the same memory."""
-        return version_of(self.tensor) != self._version and _is_same_memory(self.tensor, self._before)
-
-    def restore(self) -> None:
-        tensor = self.tensor
-        if not _is_same_memory(tensor, self._before):
-            tensor.data = self._before
-        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
-            tensor.requires_grad_(self._requires_grad)
-        set_version(tensor, self._version)
 
 
 class _Gradient:
@@ -184,17 +162,6 @@ class _Gradient:
                 self._gradient.copy_(self._copy)
         if leaf is not None and leaf.grad is not self._gradient:
             leaf.grad = self._gradient
-
-
-def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    if (tensor.dtype, tensor.shape, tensor.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    ours, theirs = storages_of(tensor), storages_of(other)
-    same = len(ours) == len(theirs) and all(one is two for (one, _), (two, _) in zip(ours, theirs, strict=True))
-    is_strided = tensor.layout is torch.strided
-    return same and (
-        not is_strided or (tensor.stride(), tensor.storage_offset()) == (other.stride(), other.storage_offset())
-    )
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
