@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect._plan.rounds import find_rounds, take_round
+from tests.timing import with_fixed_times
 
 pytest.importorskip("scipy")
 
@@ -106,15 +107,40 @@ def test_a_step_with_one_round_is_taken_as_it_is() -> None:
     assert take_round(seen) is seen
 
 
-def test_a_backward_that_needs_what_was_saved_before_another_one_is_refused() -> None:
-    maker, judge = make_model(), make_model()
+def make_gan() -> tuple[nn.ModuleList, Callable[[Tensor], None]]:
+    model = nn.ModuleList([make_model(), make_model()])
 
     def step(x: Tensor) -> None:
+        maker, judge = model
         made = maker(x)
         judge(made.detach()).mean().backward()
         (-judge(made).mean()).backward()
 
-    with pytest.raises(
-        ValueError, match=r"(?s)a forward after backward has begun \(from call .*saved before that: only"
-    ):
-        recollect.fit(nn.ModuleList([maker, judge]), torch.randn(64, 16), step=step, budget="1MiB")
+    return model, step
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, "min"])
+def test_rounds_of_which_a_later_one_needs_what_was_saved_before_are_planned_together(share: float | str) -> None:
+    torch.manual_seed(0)
+    model, step = make_gan()
+    x = torch.randn(512, 16)
+    seen = with_fixed_times(recollect.profile(step, x))
+    plan = recollect.plan(seen, budget=int(share * seen.peak_bytes) if isinstance(share, float) else share)
+    step(x)
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with recollect.apply(model, plan):
+        step(x)
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        measured = recollect.profile(step, x).peak_bytes
+    assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes
+    assert plan.peak_bytes < 0.8 * seen.peak_bytes
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_where_a_model_that_is_not_planned_sets_the_peak_it_is_named() -> None:
+    model, step = make_gan()
+    x = torch.randn(512, 16)
+    with pytest.raises(recollect.BudgetError, match=r"is no part of the Sequential that is planned, .*holds both"):
+        recollect.fit(model[0], x, step=step, budget=recollect.profile(step, x).peak_bytes // 2)

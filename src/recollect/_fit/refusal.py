@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from recollect._core.calls import Category, Phase, has_cross_entropy
+from recollect._core.families import paths_above
 from recollect._core.levers import CHUNKED_LOSS
 from recollect._core.spelling import choose_words, spell_levers
 from recollect._core.units import format_bytes
@@ -54,6 +55,11 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
             "The model has no modules inside that a plan could recompute one by one: make each of its parts a "
             "torch.nn.Module. Or raise the budget, or shrink the batch"
         )
+    elif _is_elsewhere(problem, smallest.peak_call):
+        advice = (
+            f"{call.module} is no part of the {profile.name or 'model'} that is planned, so nothing of it is "
+            "recomputed: pass a module that holds both, such as a torch.nn.ModuleList of them"
+        )
     elif profile.storages and _is_head(problem, smallest.peak_call):
         fit = choose_words("recollect.fit", "`recollect fit`")
         chunks = f"let {fit} compute the loss in chunks (`{spell_levers([CHUNKED_LOSS])}`), "
@@ -66,6 +72,13 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
         + (f"Whatever is recomputed, these stay: {parts}. " if parts else "")
         + advice
     )
+
+
+def _is_elsewhere(problem: Problem, number: int) -> bool:
+    """Whether a call is made by a module that is no part of the model, as the other half of a GAN."""
+    known = {entry.path for entry in problem.profile.modules if entry.path}
+    module = problem.calls[number].module
+    return bool(module) and known.isdisjoint(paths_above(module))
 
 
 def _is_head(problem: Problem, number: int) -> bool:

@@ -26,7 +26,7 @@ from recollect._plan.occupancy import Occupancy
 from recollect._plan.overheads import USUAL, Overhead
 from recollect._plan.prices import Prices
 from recollect._plan.refusals import refuse_unplannable
-from recollect._plan.rounds import take_round
+from recollect._plan.rounds import find_forward, take_round
 
 _NOTHING = Received(module="", call=0)
 
@@ -77,10 +77,12 @@ class Problem:
         link_bytes_per_s: how fast values can be sent away and back; None if they stay.
         overheads: what regions cost the host, by their ways; whoever has measured it here sets it.
         may_join: whether a region may forget what the one before gave it; see `joins.py`.
+        forward: its calls of forward; they come in several parts where backward comes between, see `rounds.py`.
         sizes: of its storages, as the device rounds them.
         spans: when each is there, see `Timeline`.
         leaves: paths of the modules that hold no others.
         saved_by: for each storage the forward calls that save it.
+        count_saved: for each forward call how many storages it saves.
         read_by: for each storage the forward calls that read it.
         given_at: for each storage the forward calls before which a module was given it, where calls do not show it.
         inner_casts: the forward calls that cast or copy what a call of torch is given, as its first step; they can run
@@ -95,7 +97,7 @@ class Problem:
         derived: what solvers have found for parts of it, by their own keys: it holds for all parts that are the same.
 
     Raises:
-        ValueError: the step has no backward, needs what another forward saved, or was profiled under regions.
+        ValueError: the step has no backward, or was profiled under regions.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -110,6 +112,7 @@ class Problem:
         self.calls = profile.calls
         self.sizes, self.spans = profile.timeline.sizes, profile.timeline.spans
         self.forward_count = profile.forward_count
+        self.forward = find_forward(profile)
         paths = {module.path for module in profile.modules}
         self.leaves = paths.difference(path.rpartition(".")[0] for path in paths)
         self.prices = Prices(profile)
@@ -122,8 +125,9 @@ class Problem:
         self.saved_by: dict[int, set[int]] = defaultdict(set)
         for edge in profile.saved:
             self.saved_by[edge.storage].add(edge.by)
+        self.count_saved = Counter(edge.by for edge in profile.saved)
         self.read_by: dict[int, list[int]] = defaultdict(list)
-        for number in range(self.forward_count):
+        for number in self.forward:
             for storage in self.reads[number]:
                 self.read_by[storage].append(number)
         self.given_at: dict[int, list[int]] = defaultdict(list)
@@ -138,7 +142,8 @@ class Problem:
         )
         self.backwards = Backwards(profile)
         self.released = self.backwards.released
-        self.may_join = self.may_join and not self.backwards.share_graphs
+        self._is_simple = not self.backwards.share_graphs and len(self.forward) == self.forward_count
+        self.may_join = self.may_join and self._is_simple
         self.last_use = self._find_last_uses()
         self._runs = self._find_runs()
         self.derived: dict[object, Any] = {}
@@ -148,10 +153,10 @@ class Problem:
     def with_link(self, bytes_per_s: float) -> Problem:
         """The same step, where values can be sent away; the two share what is found for parts of it.
 
-        Not where a graph is used by several backward passes: what comes back for one would have to stay for the next.
+        Not where a graph is used by several backward passes, or forward goes on after one: what comes back would stay.
         """
         other = copy.copy(self)
-        other.link_bytes_per_s = None if self.backwards.share_graphs else bytes_per_s
+        other.link_bytes_per_s = bytes_per_s if self._is_simple else None
         return other
 
     def _casts_parameter(self, number: int) -> bool:
@@ -280,14 +285,14 @@ class Problem:
     def _find_last_uses(self) -> dict[int, int]:
         """For each storage the last forward call that has to do with it."""
         last: dict[int, int] = {}
-        for number in range(self.forward_count):
+        for number in self.forward:
             call = self.calls[number]
             last.update(dict.fromkeys((*self.reads[number], *(value.storage for value in call.outputs)), number))
         return last
 
     def _find_runs(self) -> dict[str, list[Run]]:
         numbers: dict[str, list[int]] = {}
-        for number in range(self.forward_count):
+        for number in self.forward:
             for path in reversed(list(paths_above(self.calls[number].module))):
                 numbers.setdefault(path, []).append(number)
         edges: dict[int, list[Saved]] = defaultdict(list)

@@ -2,11 +2,13 @@
 
 A *round* is one forward and its backward, with what the optimizer does after it. Gradient accumulation, LBFGS and SAM
 run several in a step, one after the other. Regions work in each of them, so the round with the highest peak decides.
-What it does not make itself, such as the gradients of rounds before it, is there throughout.
+What it does not make itself, such as the gradients of rounds before it, is there throughout. A GAN's generator runs
+before the backward of its discriminator and is trained after it: such rounds are planned together.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,20 +19,44 @@ from recollect._core.profiles import Profile
 def take_round(profile: Profile) -> Profile:
     """The round with the highest peak as a step of its own, with the time of all; the same profile if it has one round.
 
-    Raises:
-        ValueError: backward needs what was saved for it in another round.
+    Rounds of which a later one needs what an earlier one saved are taken together.
     """
     starts = find_rounds(profile)
     if len(starts) == 1:
         return profile
     stops = [*starts[1:], len(profile.calls)]
-    rounds = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
-    for edge in profile.saved:
-        own = next(one for one in rounds if edge.by in one)
-        if edge.reader is not None and edge.reader not in own:
-            _refuse(profile, edge, own)
+    rounds = _join_rounds(profile, [range(start, stop) for start, stop in zip(starts, stops, strict=True)])
     bytes_at = profile.timeline.bytes_at
     return _cut(profile, max(rounds, key=lambda one: max(bytes_at[one.start : one.stop])))
+
+
+def _join_rounds(profile: Profile, rounds: Sequence[range]) -> list[range]:
+    """The rounds, those from one that saves a value to one that reads it as a single one."""
+    starts = [one.start for one in rounds]
+    last = list(range(len(rounds)))  # of each, the last that it belongs together with
+    needed = [(edge.by, edge.reader) for edge in profile.saved if edge.reader is not None]
+    needed += [(call.forward, number) for number, call in enumerate(profile.calls) if call.forward is not None]
+    for by, reader in needed:
+        own = bisect.bisect_right(starts, by) - 1
+        last[own] = max(last[own], bisect.bisect_right(starts, reader) - 1)
+    joined: list[range] = []
+    until = -1
+    for number, one in enumerate(rounds):
+        if number <= until:
+            joined[-1] = range(joined[-1].start, one.stop)
+        else:
+            joined.append(one)
+        until = max(until, last[number])
+    return joined
+
+
+def find_forward(profile: Profile) -> list[int]:
+    """The calls of forward, up to the last one of a module: what follows backward otherwise is not planned."""
+    calls, first = profile.calls, profile.forward_count
+    last = first - 1
+    if len(find_rounds(profile)) > 1:
+        last = max(at for at, call in enumerate(calls) if call.phase is Phase.FORWARD and call.module)
+    return [number for number in range(last + 1) if calls[number].phase is Phase.FORWARD]
 
 
 def find_rounds(profile: Profile) -> list[int]:
@@ -43,21 +69,6 @@ def find_rounds(profile: Profile) -> list[int]:
             starts.append(first)
             has_backward = False
     return starts
-
-
-def _refuse(profile: Profile, edge: Saved, own: range) -> None:
-    call = profile.calls[edge.by]
-    later = next(
-        at for at in range(own.stop, len(profile.calls)) if profile.calls[at].phase is Phase.FORWARD and at != edge.by
-    )
-    message = (
-        f"the step runs a forward after backward has begun (from call {later}, {profile.calls[later].op} in "
-        f"{profile.calls[later].module or profile.calls[later].source or 'the step'}), and a later backward needs what "
-        f"call {edge.by} ({call.op} in {call.module or call.source or 'the step'}) saved before that: only forwards "
-        "whose backward comes before the next forward can be planned.\n"
-        "For a step that trains several models in turn, as GANs do, pass the part that trains this one"
-    )
-    raise ValueError(message)
 
 
 def _cut(profile: Profile, own: range) -> Profile:

@@ -66,19 +66,21 @@ def can_replay(problem: Problem, run: Run) -> bool:
 
 
 def _goes_alike(problem: Problem, run: Run) -> bool:
-    """Whether the other runs of its module that look the same from outside make the same calls, on the same shapes."""
+    """Whether other runs of its module that look the same from outside make the same calls, and save the same."""
     return all(
-        problem.are_same(run, other) and _give_same_shapes(problem, run, other)
+        problem.are_same(run, other) and _give_and_save_same(problem, run, other)
         for other in problem.runs_of(run.path)
         if run.form and other is not run and other.form == run.form
     )
 
 
-def _give_same_shapes(problem: Problem, run: Run, other: Run) -> bool:
-    ours, theirs = (problem.calls[one.first : one.stop] for one in (run, other))
+def _give_and_save_same(problem: Problem, run: Run, other: Run) -> bool:
+    """Whether calls give results of the same shapes, and save as many: a detached input is not differentiated."""
+    calls, saves = problem.calls, problem.count_saved
     return all(
-        [value.shape for value in here.outputs] == [value.shape for value in there.outputs]
-        for here, there in zip(ours, theirs, strict=True)
+        saves[here] == saves[there]
+        and [value.shape for value in calls[here].outputs] == [value.shape for value in calls[there].outputs]
+        for here, there in zip(range(run.first, run.stop), range(other.first, other.stop), strict=True)
     )
 
 
