@@ -42,6 +42,7 @@ class Model:
         self._entries: tuple[list[float], list[int], list[int]] = ([], [], [])
         self._lower: list[float] = []
         self._upper: list[float] = []
+        self._scales: list[float] = []
         self._matrix: Any = None
 
     def add(self, cost: float, *, most: float = 1.0) -> int:
@@ -52,12 +53,17 @@ class Model:
 
     def require(self, row: dict[int, float], *, at_least: float = float("-inf"), at_most: float = float("inf")) -> int:
         """A row: a sum of variables, each times a factor, between two numbers; gives its number."""
+        # Factors of a row add up to 1. So a solution whose variables are whole to within HiGHS' tolerance keeps every
+        # row to within that, too. If one does not, HiGHS repairs it, and says so on stdout, asked or not (ERGO-Code/
+        # HiGHS#2783); and where factors were bytes, it found no solution for one problem in 200.
+        scale = sum(map(abs, row.values())) or 1.0
         for column, factor in row.items():
-            self._entries[0].append(factor)
+            self._entries[0].append(factor / scale)
             self._entries[1].append(len(self._lower))
             self._entries[2].append(column)
-        self._lower.append(at_least)
-        self._upper.append(at_most)
+        self._lower.append(at_least / scale)
+        self._upper.append(at_most / scale)
+        self._scales.append(scale)
         self._matrix = None
         return len(self._lower) - 1
 
@@ -87,7 +93,7 @@ class Model:
             self._matrix = csr_array((factors, (rows, columns)), shape=(len(self._lower), len(self._costs)))
         upper = list(self._upper)
         for row, most in (limits or {}).items():
-            upper[row] = most
+            upper[row] = most / self._scales[row]
         costs = [cost + (more_costs or {}).get(column, 0.0) for column, cost in enumerate(self._costs)]
         scale = max(*costs, 1e-30)
         found = optimize.milp(
