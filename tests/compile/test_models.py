@@ -65,6 +65,13 @@ def test_decoders_are_one_graph_with_a_policy(name: str) -> None:
     assert_close(gradients, train(model, model, name))
 
 
+def test_no_graph_is_made_of_what_stands_before_the_model() -> None:
+    """With ``dynamic=True`` Dynamo made one of the sizes that the switch for caches of Transformers was called with."""
+    _, graphs = compiled("llama", recollect.apply, dynamic=True)
+    assert graphs == 1
+    assert counters["frames"]["total"] == 1
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks, and hides its warning otherwise
 def test_a_model_that_dynamo_cuts_is_cut_no_more_than_plain() -> None:
     gradients, graphs = compiled("gpt2", lambda model: recollect.apply(model, {"*": policies.save_matmuls}))

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from recollect._apply.instance_forward import InstanceForward
 from recollect._core.signatures import read_signature
-from recollect._core.torch_private.compiler import passed_by
+from recollect._core.torch_private.compiler import passed_by, passed_over
 
 _log = logging.getLogger("recollect")
 
@@ -127,10 +127,12 @@ class CacheSwitch(InstanceForward):
             args, kwargs = self._switch_off(args, kwargs)
         return self._own_in_graph(module)(*args, **kwargs)
 
+    @passed_over
     def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         place = self._labels_place
         return kwargs.get(_LABELS) is not None or (place is not None and len(args) > place and args[place] is not None)
 
+    @passed_over
     def _switch_off(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, self._caches)]
         if any(_holds(cache) for cache in caches):

@@ -18,7 +18,7 @@ from weakref import ref
 from torch import nn
 
 from recollect._apply.forwards import forward_of
-from recollect._core.torch_private.compiler import is_closed
+from recollect._core.torch_private.compiler import is_closed, passed_over
 
 _NAME = "forward"
 _DEEPEST = 16  # forwards over forwards
@@ -48,6 +48,7 @@ class InstanceForward(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward``."""
 
+    @passed_over
     def _own_in_graph(self, module: Any) -> Callable[..., Any]:
         """What it stands for, as Dynamo can trace it: it binds no methods."""
         if self._covered is not None:

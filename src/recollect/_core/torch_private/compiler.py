@@ -40,6 +40,17 @@ def passed_by(fn: F) -> F:
     return fn
 
 
+def passed_over(fn: F) -> F:
+    """The same of a function that calls nothing of the user's: no graph starts at what it calls either.
+
+    For the parts of what is passed by, which Dynamo sees one after the other. With ``dynamic=True`` it made a graph of
+    the sizes of their arguments.
+    """
+    marks: Any = fn
+    set_code_exec_strategy(marks.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return fn
+
+
 def is_closed(kind: type) -> bool:
     """Whether Dynamo was told not to look into a class, by `torch.compiler.allow_in_graph`.
 
