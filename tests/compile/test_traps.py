@@ -745,6 +745,27 @@ def test_complaint_30_a_graph_break_inside_a_region_leaves_the_rest_compiled() -
     assert step.graphs.count("sigmoid") == {"sigmoid": 1}, "the region without a break is in the graph"
 
 
+def test_the_pieces_of_a_region_around_a_graph_break_are_compiled() -> None:
+    net, x = Around(), leaf(2, 4)
+    recollect.apply(net, {"body": Decision.RECOMPUTE})
+    step = run_compiled(net, [x], of=parameters_of(net), breaks=True)
+    compiled = count_ops(step.graphs.forward)
+    assert compiled["sin"] == compiled["exp"] == 1, "once: recomputation runs the same code"
+
+
+def test_the_pieces_of_a_block_that_is_compiled_apart_are_compiled() -> None:
+    # It ran as written; torch's checkpoint, which is called around compiled blocks, has two graphs.
+    net, plain, x = Around(), Around(), leaf(2, 4)
+    plain.load_state_dict(net.state_dict())
+    recollect.apply(net, {"body": Decision.RECOMPUTE})
+    graphs = Graphs()
+    net.body.compile(backend=graphs.backend)
+    for _ in range(3):
+        step = run_step(net, [x], of=parameters_of(net))
+        assert_same(step, run_step(plain, [x], of=parameters_of(plain)))
+    assert len(graphs.forward) == 2
+
+
 def test_a_graph_break_inside_a_region_is_dynamos_error_where_one_graph_is_asked_for() -> None:
     net, x = Around(), leaf(2, 4)
     recollect.apply(net, {"body": Decision.RECOMPUTE})

@@ -3,7 +3,8 @@
 Dynamo captures the body (`dynamo.py`) and leaves one call of the operator in its graph. AOTAutograd traces through that
 call: the body's operators become nodes of the joint graph, and those that were added get tags, by which torch's
 partitioner computes them again in backward (`tags.py`). With a backend that runs Dynamo's graph as it is, the call runs
-the eager engine.
+the eager engine. So it does where Dynamo breaks its graph inside of the region. Without a policy, the pieces between
+breaks are then compiled: torch's checkpoint runs them as written, unless the block is compiled apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from recollect._compile.keys import policy_of
 from recollect._compile.matches import note_matches
 from recollect._compile.nested import examine, run_nested
 from recollect._compile.tags import tag_since
-from recollect._core.torch_private.compiler import untraced
+from recollect._core.torch_private.compiler import Compiling, untraced_around
 from recollect._policy.base import Policy
 
 RunEager = Callable[[str, Callable[..., Any], Policy | None, Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,8 +49,8 @@ class RegionOperator(HigherOrderOperator):
         super().__init__("recollect_region", cacheable=True)  # type: ignore[no-untyped-call]
         self.run_eager: RunEager | None = None
 
-    @untraced
-    def __call__(
+    @untraced_around
+    def __call__(  # noqa: PLR0913 (what calls give it, in graphs and from Python)
         self,
         body: Any,
         *operands: Any,
@@ -60,12 +61,15 @@ class RegionOperator(HigherOrderOperator):
         contexts: Any = None,
         elsewhere: Any = None,
         sends: str = "",
+        compiler: Any = None,
     ) -> Any:
         """Run the body; while autograd is traced, tag what it adds."""
         del sends  # of use while Dynamo captures the call
         assert self.run_eager is not None, "set where the operator is put to use"
         if not isinstance(body, GraphModule):
             args, kwargs = operands
+            if compiler is not None and policy is None and contexts is None and elsewhere is None:
+                body = Compiling(body, compiler)  # in pieces; what a policy decides about, it has to see
             return self.run_eager(name, body, policy, contexts, elsewhere, args, kwargs)
         mode = get_proxy_mode()
         if mode is None:

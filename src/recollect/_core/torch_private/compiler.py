@@ -6,11 +6,12 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,10 +23,48 @@ def untraced(fn: F) -> F:
     """
     marks: Any = fn
     set_code_exec_strategy(marks.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return _break_at(fn)
+
+
+def _break_at(fn: F) -> F:
+    marks: Any = fn
     marks._torchdynamo_disable = True
     marks._torchdynamo_disable_msg = "a region of recollect"
     marks._torchdynamo_disable_recursive = True
     return fn
+
+
+def untraced_around(fn: F) -> F:
+    """The function, at which torch.compile breaks its graph, and which is given as `compiler` what compiles frames.
+
+    It runs as written, and all that it calls, but for what it calls through `Compiling`.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler = set_eval_frame(None)
+        try:
+            return fn(*args, compiler=compiler, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+    return cast("F", _break_at(passed_by(call)))
+
+
+class Compiling:
+    """Calls a function with torch.compile at work, as it was when this was made: in recomputation, too."""
+
+    def __init__(self, fn: Callable[..., Any], compiler: Any) -> None:
+        self.__wrapped__ = fn
+        self._compiler = compiler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        before = set_eval_frame(self._compiler)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
 
 
 def passed_by(fn: F) -> F:
