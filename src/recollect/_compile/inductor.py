@@ -31,6 +31,7 @@ from torch import Tensor, fx
 
 from recollect._compile.copies import copy_cheap_values
 from recollect._compile.deferring import defer_readers
+from recollect._compile.given import leave_given
 from recollect._compile.ordering import keep_order
 from recollect._core.decisions import Decision
 from recollect._core.torch_private.partitioner import DECISION, REGION
@@ -74,8 +75,9 @@ def _has_channels_last(node: fx.Node) -> bool:
 
 def _arranging(cut: Any) -> Any:
     @functools.wraps(cut)
-    def cut_and_arrange(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = cut(*args, **options)
+    def cut_and_arrange(joint: fx.GraphModule, *args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        leave_given(joint)
+        forward, backward = cut(joint, *args, **options)
         if any(map(_is_recomputed, backward.graph.nodes)):
             copies = copy_cheap_values(backward)
             defer_readers(backward)

@@ -78,12 +78,13 @@ def read_joint(
     outputs = next(iter(module.graph.find_nodes(op="output")))
     results = [leaf for leaf in tree_leaves(outputs.args) if leaf is None or isinstance(leaf, fx.Node)]
     reading.add_outputs([leaf for leaf in results if leaf is not None])
-    overwritten = {storage for node in _changed_inputs(module, outputs) for storage in reading.storages_of(node)}
+    overwritten = {storage for node in changed_inputs(module) for storage in reading.storages_of(node)}
     return reading.finish(overwritten)
 
 
-def _changed_inputs(module: fx.GraphModule, outputs: fx.Node) -> Iterator[fx.Node]:
+def changed_inputs(module: fx.GraphModule) -> Iterator[fx.Node]:
     """The inputs that the step changes: within the graph, or after it from what forward returns."""
+    outputs = next(iter(module.graph.find_nodes(op="output")))
     names = {str(index): node for index, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     for node in module.graph.nodes:
         for position in _written(node):

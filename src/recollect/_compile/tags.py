@@ -30,7 +30,15 @@ from recollect._compile.offloading import mark_offloaded
 from recollect._core.decisions import Decision, Site
 from recollect._core.errors import CompileError
 from recollect._core.operators import Operator, count_flops, operator_of
-from recollect._core.torch_private.partitioner import BLOCKS, DECISION, EXPORTED, REGION, VALUES, CheckpointPolicy
+from recollect._core.torch_private.partitioner import (
+    BLOCKS,
+    DECISION,
+    EXPORTED,
+    GIVEN,
+    REGION,
+    VALUES,
+    CheckpointPolicy,
+)
 from recollect._core.torch_private.schemas import HigherOrderOperator
 from recollect._policy.base import CallPolicy, Policy
 from recollect._policy.judging import judge
@@ -67,16 +75,7 @@ def tag_since(
         if decision is Decision.OFFLOAD:
             mark_offloaded(node)
         node.meta.setdefault(REGION, region)
-    inside, needed = set(added), []
-    for node in added:
-        for source in node.all_input_nodes:
-            if source in inside or source.op != "call_function":
-                continue
-            if offloads_inputs:
-                mark_offloaded(source)
-            if "ac_graph_id" not in source.meta:
-                source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-                needed.append(source)
+    needed = _keep_given(added, offloads_inputs=offloads_inputs)
     if is_exporting():
         _write_down([*added, *needed])
         _log.info(
@@ -85,6 +84,22 @@ def tag_since(
             region,
         )
     return added, tagger.words
+
+
+def _keep_given(added: list[Node], *, offloads_inputs: bool) -> list[Node]:
+    """Mark what a region's nodes take from operators before it, and give what no other region makes of that."""
+    inside, needed = set(added), []
+    for node in added:
+        for source in node.all_input_nodes:
+            if source in inside or source.op != "call_function":
+                continue
+            if offloads_inputs:
+                mark_offloaded(source)
+            if "ac_graph_id" not in source.meta:
+                if source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE) is CheckpointPolicy.MUST_SAVE:
+                    source.meta[GIVEN] = True
+                needed.append(source)
+    return needed
 
 
 def new_region_id() -> int:

@@ -13,7 +13,10 @@ BLOCKS, VALUES = "recollect_blocks", "recollect_values"
 DECISION, REGION = "recollect_decision", "recollect_region"
 """Where it carries our decision in a word, for passes that come after, and the region that it belongs to."""
 
+GIVEN = "recollect_given"
+"""Where it says that a region takes its value from outside of any."""
+
 EXPORTED = "recollect"
 """Where its annotations, which survive `torch.export.save`, say the same of a node in an exported program."""
 
-__all__ = ["BLOCKS", "DECISION", "EXPORTED", "REGION", "VALUES", "CheckpointPolicy"]
+__all__ = ["BLOCKS", "DECISION", "EXPORTED", "GIVEN", "REGION", "VALUES", "CheckpointPolicy"]
