@@ -238,12 +238,12 @@ def host_cost(device: torch.device) -> None:
     cost = measure_host(device)
     print(f"\nhost cost for each of {cost.values} values on {device}, torch {torch.__version__}")
     for name, spent_us in cost.parts.items():
-        say(name, f"{spent_us:.2f} us")
-    say("copies themselves", f"{cost.copies_us:.2f} us")
-    say("host time without them", f"{cost.own_us:.1f} us", f"<= {MOST_US} us", is_met=cost.own_us <= MOST_US)
+        say(name, f"{spent_us:.2f} µs")
+    say("copies themselves", f"{cost.copies_us:.2f} µs")
+    say("host time without them", f"{cost.own_us:.1f} µs", f"<= {MOST_US} µs", is_met=cost.own_us <= MOST_US)
     if device.type != "cpu":
         nothing = measure_host(torch.device("cpu"))
-        say("the same on this host, with a link that carries nothing", f"{nothing.own_us:.1f} us")
+        say("the same on this host, with a link that carries nothing", f"{nothing.own_us:.1f} µs")
 
 
 def on_disk(folder: Path, total: int) -> None:

@@ -110,9 +110,9 @@ def run(name: str, bench: Bench, options: argparse.Namespace) -> None:
     print(f"\n{name}: {seen}, pace: {work.problem.prices.pace.value}")
     for way, one in work.problem.overheads.items():
         print(
-            f"  {way:8s} costs the host {one.forward_s(20) * 1e6:.0f} us in forward for 20 calls, "
-            f"{one.random_forward_s * 1e6:.0f} us for each draw; {one.backward_s(20, 10) * 1e6:.0f} us in backward if "
-            f"10 are made again, {one.random_again_s * 1e6:.0f} us for each draw that is"
+            f"  {way:8s} costs the host {one.forward_s(20) * 1e6:.0f} µs in forward for 20 calls, "
+            f"{one.random_forward_s * 1e6:.0f} µs for each draw; {one.backward_s(20, 10) * 1e6:.0f} µs in backward if "
+            f"10 are made again, {one.random_again_s * 1e6:.0f} µs for each draw that is"
         )
     measured: dict[str, list[Times]] = {label: [] for label in plans}
     gc.collect()

@@ -19,7 +19,7 @@ def plain(wall_us: float, host_us: float) -> Plain:
 def test_a_launch_bound_step_costs_its_launches() -> None:
     found = attribute([cost(2, 5), cost(6, 15)] * 50, plain(5000, 5000), None, is_apart=False)
     assert [one.device_s for one in found[:2]] == pytest.approx([2e-6, 6e-6])
-    assert [one.host_s for one in found[:2]] == pytest.approx([45e-6, 55e-6])  # 80 us between the calls, shared out
+    assert [one.host_s for one in found[:2]] == pytest.approx([45e-6, 55e-6])  # 80 µs between the calls, shared out
     assert choose_seconds(found)[:2] == pytest.approx([45e-6, 55e-6], rel=0.01)
 
 

@@ -55,14 +55,14 @@ def test_the_whole_report_of_a_small_model() -> None:
 REPORT = """\
 GPT on cpu: peak 9.21 MiB, in backward of layers.1.mlp.down
 (aten.mm_backward.default, model.py:32)
-step 2.42 ms, measured on the host: forward 830 us, backward 1.59 ms
+step 2.42 ms, measured on the host: forward 830 µs, backward 1.59 ms
 To see if it fits on a GPU, estimate it for one: recollect.profile(...,
 dry=True, device="H100").
 
 what would help, best first
-  1. recompute layers.* (2 Block): peak 5.71 MiB (-38%) for 805 us more (+33%)
+  1. recompute layers.* (2 Block): peak 5.71 MiB (-38%) for 805 µs more (+33%)
        recollect.apply(model, {"layers.*": "full"})
-  2. recompute layers.*.mlp (2 MLP): peak 7.21 MiB (-22%) for 176 us more (+7%)
+  2. recompute layers.*.mlp (2 MLP): peak 7.21 MiB (-22%) for 176 µs more (+7%)
        recollect.apply(model, {"layers.*.mlp": "full"})
 
 why
@@ -104,46 +104,46 @@ saved for backward: 8.25 MiB in 17 tensors, largest first
 
 by module
   module                          saved  parameters  forward  backward
-  (model)  GPT                 8.25 MiB  384.75 KiB   830 us   1.59 ms
-    embed  Embedding         256.00 KiB   16.00 KiB  2.83 us   2.83 us
-    layers  ModuleList         7.50 MiB  352.50 KiB   805 us   1.55 ms
-      0 ... 1  Block     x2    7.50 MiB  352.50 KiB   805 us   1.55 ms
-        norm  LayerNorm  x2  512.00 KiB       512 B  10.5 us   15.7 us
-        attn  Attention  x2    2.00 MiB   96.00 KiB   587 us   1.17 ms
-          qkv  Linear    x2    1.50 MiB   96.00 KiB  50.3 us    101 us
-        mlp  MLP         x2    4.00 MiB  256.00 KiB   176 us    331 us
-          up  Linear     x2    2.00 MiB  128.00 KiB  67.1 us    134 us
-          act  GELU      x2    2.00 MiB         0 B  41.9 us   62.9 us
-          down  Linear   x2         0 B  128.00 KiB  67.1 us    134 us
-    norm  LayerNorm          256.00 KiB       256 B  5.25 us   7.87 us
-    lm_head  Linear                 0 B   16.00 KiB  8.39 us   16.8 us
+  (model)  GPT                 8.25 MiB  384.75 KiB   830 µs   1.59 ms
+    embed  Embedding         256.00 KiB   16.00 KiB  2.83 µs   2.83 µs
+    layers  ModuleList         7.50 MiB  352.50 KiB   805 µs   1.55 ms
+      0 ... 1  Block     x2    7.50 MiB  352.50 KiB   805 µs   1.55 ms
+        norm  LayerNorm  x2  512.00 KiB       512 B  10.5 µs   15.7 µs
+        attn  Attention  x2    2.00 MiB   96.00 KiB   587 µs   1.17 ms
+          qkv  Linear    x2    1.50 MiB   96.00 KiB  50.3 µs    101 µs
+        mlp  MLP         x2    4.00 MiB  256.00 KiB   176 µs    331 µs
+          up  Linear     x2    2.00 MiB  128.00 KiB  67.1 µs    134 µs
+          act  GELU      x2    2.00 MiB         0 B  41.9 µs   62.9 µs
+          down  Linear   x2         0 B  128.00 KiB  67.1 µs    134 µs
+    norm  LayerNorm          256.00 KiB       256 B  5.25 µs   7.87 µs
+    lm_head  Linear                 0 B   16.00 KiB  8.39 µs   16.8 µs
 
 what recomputing would give, most first, each on its own
   recompute             frees     for  per GiB        peak then
-  layers.*       x2  7.00 MiB  805 us   118 ms  5.71 MiB (-38%)
-  layers.*.mlp   x2  4.00 MiB  176 us  45.1 ms  7.21 MiB (-22%)
-  layers.*.attn  x2  2.00 MiB  587 us   301 ms  7.21 MiB (-22%)
+  layers.*       x2  7.00 MiB  805 µs   118 ms  5.71 MiB (-38%)
+  layers.*.mlp   x2  4.00 MiB  176 µs  45.1 ms  7.21 MiB (-22%)
+  layers.*.attn  x2  2.00 MiB  587 µs   301 ms  7.21 MiB (-22%)
 
 by operator
   operator                    calls       saved        made     time  operations
-  mm                              7    3.50 MiB    4.25 MiB   193 us   193 MFLOP
-  gelu                            2    2.00 MiB    2.00 MiB  41.9 us           -
-  add.Tensor                      4    1.00 MiB    1.00 MiB  31.5 us           -
-  native_layer_norm               3  768.00 KiB  768.00 KiB  15.7 us           -
-  _scaled_dot_product_flash_      2  512.00 KiB  512.00 KiB   537 us   537 MFLOP
+  mm                              7    3.50 MiB    4.25 MiB   193 µs   193 MFLOP
+  gelu                            2    2.00 MiB    2.00 MiB  41.9 µs           -
+  add.Tensor                      4    1.00 MiB    1.00 MiB  31.5 µs           -
+  native_layer_norm               3  768.00 KiB  768.00 KiB  15.7 µs           -
+  _scaled_dot_product_flash_      2  512.00 KiB  512.00 KiB   537 µs   537 MFLOP
   attention
-  _log_softmax                    1  256.00 KiB  256.00 KiB  5.24 us           -
-  embedding                       1  256.00 KiB  256.00 KiB  2.83 us           -
-  mm_backward                     7         0 B    3.61 MiB   386 us   386 MFLOP
-  add.Tensor_backward             4         0 B    2.00 MiB  31.5 us           -
-  gelu_backward                   2         0 B    2.00 MiB  62.9 us           -
+  _log_softmax                    1  256.00 KiB  256.00 KiB  5.24 µs           -
+  embedding                       1  256.00 KiB  256.00 KiB  2.83 µs           -
+  mm_backward                     7         0 B    3.61 MiB   386 µs   386 MFLOP
+  add.Tensor_backward             4         0 B    2.00 MiB  31.5 µs           -
+  gelu_backward                   2         0 B    2.00 MiB  62.9 µs           -
   _scaled_dot_product_flash_      2         0 B    1.50 MiB  1.07 ms  1.07 GFLOP
   attention_backward
-  native_layer_norm_backward      3         0 B  768.75 KiB  23.6 us           -
-  _log_softmax_backward           1         0 B  256.00 KiB  7.86 us           -
-  nll_loss_forward_backward       1         0 B  256.00 KiB  5.28 us           -
-  embedding_backward              1         0 B   16.00 KiB  2.83 us           -
-  nll_loss_forward                1         0 B         4 B  2.66 us           -
+  native_layer_norm_backward      3         0 B  768.75 KiB  23.6 µs           -
+  _log_softmax_backward           1         0 B  256.00 KiB  7.86 µs           -
+  nll_loss_forward_backward       1         0 B  256.00 KiB  5.28 µs           -
+  embedding_backward              1         0 B   16.00 KiB  2.83 µs           -
+  nll_loss_forward                1         0 B         4 B  2.66 µs           -
 
 notes
   no optimizer was given: its state is counted as 0
@@ -157,7 +157,7 @@ def test_the_headline_says_what_where_and_how_it_is_known() -> None:
         "GPT on NVIDIA H200: peak 5.03 MiB, estimated: nothing was run, in backward "
         "(aten._log_softmax_backward.default, model.py:66)"
     )
-    assert re.search(r"step \S+ us, estimated from operations and bytes moved: forward \S+ us, backward \S+ us,", head)
+    assert re.search(r"step \S+ µs, estimated from operations and bytes moved: forward \S+ µs, backward \S+ µs,", head)
     assert "optimizer" in head
 
 
@@ -215,7 +215,7 @@ def test_gains_without_times_are_counted_in_operations() -> None:
     step = transformer_step(2, vocabulary=64, has_times=False)
     text = write(step, gains=find_gains(step))
     assert "MFLOP" in text
-    assert " us" not in text
+    assert " µs" not in text
     assert "step " not in text
 
 
@@ -358,6 +358,8 @@ def test_an_encoding_without_blocks_gets_letters_it_has() -> None:
     assert text.isascii()
     assert "####" in text
     assert "Mod\\xe9le" in text
+    assert " us" in text
+    assert "\\xb5" not in text
     assert "\N{FULL BLOCK}" in write(step)
 
 

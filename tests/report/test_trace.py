@@ -96,7 +96,7 @@ def test_it_says_what_it_is_of_and_how_times_are_known() -> None:
     about = read(transformer_step(2))["otherData"]
     assert (about["name"], about["clock"]) == ("GPT", "measured on the host")
     assert about["peak_bytes"] == transformer_step(2).peak_bytes
-    assert read(transformer_step(2, has_times=False))["otherData"]["clock"] == "none: each call is drawn as 1 us"
+    assert read(transformer_step(2, has_times=False))["otherData"]["clock"] == "none: each call is drawn as 1 µs"
 
 
 def test_any_name_is_valid_json() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def format_seconds(seconds: float | None) -> str:
     """Write a time with three digits; ``"-"`` for one that nobody knows.
 
-    >>> format_seconds(0.01234), format_seconds(75.0), format_seconds(0.0), format_seconds(None)
-    ('12.3 ms', '75.0 s', '0', '-')
+    >>> format_seconds(0.01234), format_seconds(75e-6), format_seconds(75.0), format_seconds(0.0), format_seconds(None)
+    ('12.3 ms', '75.0 µs', '75.0 s', '0', '-')
     """
     if seconds is None:
         return "-"

@@ -34,7 +34,7 @@ class LiveBytes:
 
     The meter holds no tensor alive and needs no garbage collector. It may be entered again, and by several threads,
     and meters nest. Wrapper subclasses count by the tensors they are made of, fake tensors as if they were real, meta
-    tensors not at all. Each operator takes some microseconds more, and one that sets a new peak 0.1 us more for every
+    tensors not at all. Each operator takes some microseconds more, and one that sets a new peak 0.1 µs more for every
     live storage, so time is measured without it.
 
     Args:

@@ -122,7 +122,7 @@ class DeviceTimer:
         torch.accelerator.synchronize(self._device)
 
     def _record(self) -> torch.Event:
-        # Not torch.cuda.Event: it looks for the current stream in Python, 15 us each time.
+        # Not torch.cuda.Event: it looks for the current stream in Python, 15 µs each time.
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event

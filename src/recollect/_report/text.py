@@ -84,7 +84,7 @@ def write_text(
     console = Console(file=page, width=width, color_system=None, force_terminal=False, force_jupyter=False)
     console.print(render_text(profile, against=against, gains=gains, top=top))
     page.seek(0)
-    return "".join(f"{line.rstrip()}\n" for line in page)
+    return "".join(f"{line.rstrip()}\n" for line in page).replace(r"\xb5s", "us")  # µs, spelled out
 
 
 def show(text: str, style: str = "") -> Text:

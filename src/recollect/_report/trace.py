@@ -34,7 +34,7 @@ def write_trace(profile: Profile) -> str:
         "name": profile.name,
         "device": profile.device,
         "torch": profile.torch,
-        "clock": profile.clock.value if profile.clock is not None else "none: each call is drawn as 1 us",
+        "clock": profile.clock.value if profile.clock is not None else "none: each call is drawn as 1 µs",
         "is_dry": profile.is_dry,
         "peak_bytes": peak.bytes,
         "peak": peak.sentence,

@@ -1,6 +1,6 @@
 """Whether torch.jit.trace is recording what runs.
 
-Would be replaced by: `torch.jit.is_tracing`, which asks Python first and takes 0.2 us more for each region.
+Would be replaced by: `torch.jit.is_tracing`, which asks Python first and takes 0.2 µs more for each region.
 Run on: torch 2.11, 2.13.
 """
 
