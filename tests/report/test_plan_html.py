@@ -168,6 +168,22 @@ def test_what_was_measured_is_a_cross_and_stands_beside_the_prediction(page: Pag
     assert "measured" not in page.text("#facts")
 
 
+@pytest.mark.parametrize("step_s", [1.02, 1.08, 1.12, 1.18, 1.25])
+def test_the_label_of_what_was_measured_and_that_of_the_plan_do_not_lie_on_each_other(
+    page: Page, step_s: float
+) -> None:
+    forecast = replace(FORECAST, measured_peak_bytes=6 * MIB, measured_step_s=step_s)
+    page.open_text(text_of(replace(PLAN, forecast=forecast)))
+    code = """
+        const boxes = ['.mark.after', '.cross-label'].map((mark) =>
+          document.querySelector(`.frontier ${mark}`).getBoundingClientRect());
+        const [one, other] = boxes;
+        const [wide, high] = [one.right - other.left, one.bottom - other.top - 2];
+        return wide > 0 && other.right > one.left && high > 0 && other.bottom - 2 > one.top;
+    """
+    assert page.script(code) is False
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_of_a_plan_never_scrolls_sideways(page: Page, scheme: str) -> None:
     page.open_text(text_of(), size=PHONE, scheme=scheme)

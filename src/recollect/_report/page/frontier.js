@@ -130,6 +130,7 @@ class FrontierChart {
     const below = { x: cx - 12, y: cy + 20, "text-anchor": "end" }; // the staircase goes down to the right
     const hasRoom = cx - 12 - LABEL_WIDTH > this.left;
     const place = hasRoom && this.countMarks(above) > this.countMarks(below) ? below : above;
+    this.labelAt = place.y;
     return [
       draw("circle", { class: "chosen", cx, cy, r: 6.5 }),
       draw("text", { class: "mark after", ...place }, `${formatBytes(point.peak_bytes)}, ${formatSeconds(point.step_s)}`),
@@ -145,10 +146,13 @@ class FrontierChart {
 
   drawMeasured() {
     const { cx, cy } = this.center(this.measured);
+    const [above, below] = [cy - 8, cy + 14];
+    const far = (y) => Math.abs(y - this.labelAt); // from the chosen plan's label
     const isLow = cy > this.ground - 40; // where the budget is written
+    const y = far(above) > far(below) || (isLow && far(above) > 14) ? above : below;
     return [
       draw("path", { class: "cross", d: `M${cx - 6} ${cy - 6}l12 12m0 -12l-12 12` }, this.title({ ...this.measured, name: "measured" })),
-      draw("text", { class: "mark cross-label", x: cx + 10, y: isLow ? cy - 8 : cy + 14 }, "measured"),
+      draw("text", { class: "mark cross-label", x: cx + 10, y }, "measured"),
     ];
   }
 
