@@ -4,7 +4,7 @@ Start here:
     - `fit(model, batch, budget="40GiB")` makes a training step stay within a memory budget.
     - `apply(model)` recomputes a model's repeated blocks; `remove(model)` undoes it.
     - `checkpoint(fn)` does the same for one function or module; `offload()` moves activations to host memory or disk.
-    - `profile(model, batch)` measures where the memory goes; `report(profile)` shows it and suggests what would help.
+    - `profile(model, *inputs)` measures where the memory goes; `report(profile)` shows it and suggests what would help.
     - `with on_oom():` says what was in memory when it ran out.
     - `recollect.policies` says which values to keep, and `recollect.compat` has the names and signatures of
       torch.utils.checkpoint.
