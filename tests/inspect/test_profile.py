@@ -378,10 +378,17 @@ def test_losses_are_found_in_what_models_give() -> None:
 
 
 def test_a_model_without_a_loss_is_refused_in_words() -> None:
-    model = nn.Linear(2, 2).requires_grad_(requires_grad=False)
-    with pytest.raises(ValueError, match="cannot make a loss from what Linear returns") as caught:
-        recollect.profile(model, torch.ones(1, 2))
-    assert "`loss=`" in str(caught.value)
+    class Detached(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    start = r"cannot make a loss from what {} returns \(Tensor\): no tensor in it requires grad"
+    with pytest.raises(ValueError, match=start.format("Detached") + r"\. Pass `loss=`"):
+        recollect.profile(Detached(2, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match=start.format("Linear") + ", because all parameters of Linear are frozen"):
+        recollect.profile(nn.Linear(2, 2).requires_grad_(requires_grad=False), torch.ones(1, 2))
+    with pytest.raises(ValueError, match=start.format("ReLU") + ", because ReLU has no parameters"):
+        recollect.profile(nn.ReLU(), torch.ones(1, 2))
     with pytest.raises(ValueError, match="loss= returned a float, which has no graph behind it"):
         recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
 
@@ -435,6 +442,14 @@ def loop_of_steps() -> Iterator[None]:
             lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1)),
             ValueError,
             "Linear is on the meta device, where tensors have no values: only a dry profile is possible: pass dry=True",
+        ),
+        (
+            lambda: recollect.profile(nn.Linear(1, 1), torch.ones(1, 1, device="meta")),
+            ValueError,
+            (
+                "an input of Linear is on the meta device, where tensors have no values: only a dry profile is "
+                "possible: pass dry=True, or move the input to the model's device"
+            ),
         ),
         (
             lambda: recollect.profile(nn.Linear(1, 1, device="meta"), torch.ones(1, 1), dry=True),

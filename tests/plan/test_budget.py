@@ -25,13 +25,32 @@ def test_goals_have_no_bytes(word: str) -> None:
 
 
 def test_a_share_of_an_unknown_device_is_refused_with_what_to_give() -> None:
-    with pytest.raises(ValueError, match=r"the profile does not say how much memory its device has; .* Give bytes"):
+    with pytest.raises(ValueError, match=r"a share needs to know how much memory the device has, .* Give bytes"):
         parse_budget("80%")
 
 
 def test_more_than_the_device_is_refused() -> None:
     with pytest.raises(ValueError, match="expected at most 100% of the device's memory"):
         parse_budget("120%", device_bytes=1)
+    with pytest.raises(ValueError, match="expected at most 100% of the device's memory"):
+        parse_budget("120%")
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [
+        ("40", "to say GiB, write '40GiB'"),
+        ("0", "write 'min' for the smallest possible peak"),
+        ("-1", "it cannot be negative"),
+        ("-5%", "it cannot be negative"),
+        (-1, "it cannot be negative"),
+        (0.9, "for a share, write '90%'"),
+        (40e9, "write 40000000000"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused_with_what_to_write(budget: float | str, hint: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"'min' or 'fastest'; {hint}"):
+        parse_budget(budget)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("budget", [None, 1.5, True])

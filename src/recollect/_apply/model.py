@@ -124,7 +124,8 @@ def apply(
     ValueError: pattern 'layers.*' matches no module of Sequential; did you mean '*'...
     """
     if not isinstance(model, nn.Module):
-        message = f"recollect.apply expects a torch.nn.Module first, not {describe_argument(model)}"
+        hint = ": pass an instance" if isinstance(model, type) else ""
+        message = f"recollect.apply expects a torch.nn.Module first, not {describe_argument(model)}{hint}"
         raise TypeError(message)
     if unknown:
         otherwise = "it takes 'rules', 'policy', 'every' and 'first'; give other options to modules, as in "

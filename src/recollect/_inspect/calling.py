@@ -228,10 +228,16 @@ def loss_in(output: Any, *, is_trained: bool = True) -> Tensor | None:
 def _explain_no_loss(model: nn.Module, output: Any, value: Any, *, is_given: bool) -> str:
     what = type(model).__name__
     if not is_given:
-        return (
-            f"cannot make a loss from what {what} returns ({type(output).__name__}): no tensor in it requires grad. "
-            "Pass `loss=`, a function from the output to the loss, or unfreeze what you want to train"
-        )
+        parameters = list(model.parameters())
+        start = f"cannot make a loss from what {what} returns ({type(output).__name__}): no tensor in it requires grad"
+        if not parameters:
+            return f"{start}, because {what} has no parameters. Pass the model that is trained"
+        if not any(parameter.requires_grad for parameter in parameters):
+            return (
+                f"{start}, because all parameters of {what} are frozen. Unfreeze what you want to train: "
+                "parameter.requires_grad_(True)"
+            )
+        return f"{start}. Pass `loss=`, a function from the output to the loss"
     given = "None" if value is None else with_article(type(value).__name__)
     return (
         f"loss= returned {given}, which has no graph behind it: expected a tensor that requires grad. Return the loss "

@@ -159,10 +159,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     )
     _check_lazy(asked.modules)
     if asked.device.type == "meta" and (not dry or device is None):
-        dry_only = "only a dry profile is possible: pass dry=True"
-        what = "pass the device to estimate for, as in device='H100'" if dry else dry_only
-        message = f"{name_of(step_or_model)} is on the meta device, where tensors have no values: {what}"
-        raise ValueError(message)
+        raise ValueError(_refuse_meta(name_of(step_or_model), asked.modules, dry=dry))
     if not dry:
         with learning_apart(learned):
             profiler = make(optimizer=asked.optimizer, inputs=asked.values)
@@ -359,6 +356,17 @@ def _put_first(model: nn.Module | None, roots: list[nn.Module]) -> list[nn.Modul
 def _is_wrapper_of(root: nn.Module, model: nn.Module) -> bool:
     """Whether a module does nothing but to hold another, as torch.compile's and DDP's do."""
     return [*root.children()] == [model] and next(root.parameters(recurse=False), None) is None
+
+
+def _refuse_meta(name: str, modules: list[nn.Module], *, dry: bool) -> str:
+    """What to say of a step that cannot run, or of one that is to be estimated for nobody knows which device."""
+    is_model = any(parameter.is_meta for module in modules for parameter in module.parameters())
+    what = name if is_model or not modules else f"an input of {name}"
+    start = f"{what} is on the meta device, where tensors have no values"
+    if dry:
+        return f"{start}: pass the device to estimate for, as in device='H100'"
+    move = "" if is_model or not modules else ", or move the input to the model's device"
+    return f"{start}: only a dry profile is possible: pass dry=True{move}"
 
 
 def _check_lazy(modules: Iterable[nn.Module]) -> None:

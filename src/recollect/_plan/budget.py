@@ -12,6 +12,7 @@ from recollect._core.units import format_bytes, hint_unit, parse_bytes
 
 SMALLEST, FASTEST = "min", "fastest"
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_NUMBER = re.compile(r"\s*(-?)([0-9]+(?:[.,][0-9]+)?(?:e[0-9]+)?)\s*([^0-9.,]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,11 @@ def parse_budget(budget: int | str, *, device_bytes: int | None = None) -> Budge
     try:
         count = parse_bytes(budget)
     except ValueError:
-        hint = hint_unit(str(budget)) or hint_nearest(budget, (SMALLEST, FASTEST))
+        hint = hint_unit(str(budget)) or hint_nearest(budget, (SMALLEST, FASTEST)) or _hint_number(str(budget))
         message = f"budget {budget!r}: {expected}{hint}"
         raise ValueError(message) from None
     except TypeError:
-        message = f"budget {budget!r}: {expected}"
+        message = f"budget {budget!r}: {expected}{_hint_float(budget)}"
         raise TypeError(message) from None
     if not count:
         message = f"budget {budget!r}: a step needs more than nothing; write 'min' for the smallest possible peak"
@@ -79,17 +80,47 @@ def _take_share(budget: str, share: Fraction, device_bytes: int | None) -> Budge
     if not share:
         message = f"budget {budget!r}: a step needs more than nothing; write 'min' for the smallest possible peak"
         raise ValueError(message)
+    if share > 1:
+        message = f"budget {budget!r}: expected at most 100% of the device's memory"
+        raise ValueError(message)
     if not device_bytes:
         message = (
-            f"budget {budget!r}: the profile does not say how much memory its device has; on the CPU, none does. Give "
-            "bytes, as in '40GiB', or profile for a GPU: "
+            f"budget {budget!r}: a share needs to know how much memory the device has, and the profile does not say "
+            "(on the CPU, it never does). Give bytes, as in '40GiB', or profile for a GPU: "
             + choose_words(
                 "recollect.profile(model, ..., dry=True, device='H100')", "recollect plan --dry --device H100"
             )
         )
         raise ValueError(message)
-    if share > 1:
-        message = f"budget {budget!r}: expected at most 100% of the device's memory"
-        raise ValueError(message)
     count = int(share * device_bytes)
     return Budget(text=f"{budget.strip()} ({format_bytes(count)})", bytes=count)
+
+
+def _hint_number(text: str) -> str:
+    """What to end an error with that refuses a number in text: it is negative, nothing, or has no unit.
+
+    >>> _hint_number("40"), _hint_number("-1GiB"), _hint_number("0"), _hint_number("plenty")
+    ("; to say GiB, write '40GiB'", '; it cannot be negative', "; write 'min' for the smallest possible peak", '')
+    """
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        return ""
+    sign, number, unit = found.groups()
+    if not float(number.replace(",", ".")):
+        return "; write 'min' for the smallest possible peak"
+    if sign:
+        return "; it cannot be negative"
+    return "" if unit or "," in number else f"; to say GiB, write '{number}GiB'"
+
+
+def _hint_float(budget: object) -> str:
+    """What to end an error with that refuses a number that is not whole by its type.
+
+    >>> _hint_float(0.9), _hint_float(40e9), _hint_float(1.5), _hint_float(None)
+    ("; for a share, write '90%'", '; write 40000000000', '', '')
+    """
+    if not isinstance(budget, float):
+        return ""
+    if 0 < budget <= 1:
+        return f"; for a share, write '{100 * budget:g}%'"
+    return f"; write {budget:.0f}" if budget > 1 and budget.is_integer() else ""
