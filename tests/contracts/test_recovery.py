@@ -199,6 +199,6 @@ def test_a_registered_attribute_may_be_made_by_forward() -> None:
 def test_arguments_given_along_with_the_function_are_sent_where_they_belong() -> None:
     with pytest.raises(
         TypeError,
-        match=r"was given 2 arguments besides the function[^\n]*\nWrite recollect\.checkpoint\(fn\)\(\*args\)",
+        match=r"was given 2 arguments in addition to the function[^\n]*\nWrite recollect\.checkpoint\(fn\)\(\*args\)",
     ):
         recollect.checkpoint(torch.sin, torch.ones(2), torch.ones(2))  # type: ignore[call-overload]

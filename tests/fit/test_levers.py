@@ -300,7 +300,7 @@ def test_modules_may_be_named_and_are_refused_if_they_cannot_be_cut(caplog: pyte
     ):
         recollect.fit(model, (TOKENS, TOKENS), levers={"chunked_loss": "embed"}, **given)
     with pytest.raises(
-        ValueError, match=r"levers: unknown lever 'magic'; expected some of 'chunked_loss', 'chunked_mlp', 'micro"
+        ValueError, match=r"levers: unknown lever 'magic'; expected one or more of 'chunked_loss', 'chunked_mlp'"
     ):
         recollect.fit(model, (TOKENS, TOKENS), levers={"magic"}, **given)
     small = nn.Sequential(nn.Conv1d(1, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 3))

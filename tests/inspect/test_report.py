@@ -38,7 +38,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.startswith("GPT on cpu: peak ")
-    assert "what recomputing would give" in shown.out
+    assert "what recomputing would save" in shown.out
     assert "\x1b" not in shown.out
 
 

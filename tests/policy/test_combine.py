@@ -77,7 +77,7 @@ def test_a_part_may_decide_against_saving() -> None:
 def test_what_is_never_reached_is_refused(first: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared whole)
         policies.first_match(policies.save_attention, first, policies.save_matmuls)
-    assert str(caught.value) == f"first_match never reaches save_matmuls: {text} before it answers for every site"
+    assert str(caught.value) == f"first_match never reaches save_matmuls: {text} before it decides for every site"
 
 
 def test_otherwise_answers_for_everything() -> None:

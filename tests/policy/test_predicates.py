@@ -56,7 +56,7 @@ def test_what_would_drop_a_side_is_refused(written: Callable[[], Any]) -> None:
     with pytest.raises(TypeError) as caught:
         written()
     assert str(caught.value) == (
-        "'flops > 1' is a question about sites, neither true nor false by itself.\n"
+        "'flops > 1' is a condition on sites, neither true nor false by itself.\n"
         "Join two with & or |, each in parentheses: (flops > 1e6) & (nbytes < 1024); for anything else write a "
         "function of a site."
     )
@@ -91,7 +91,7 @@ def test_a_function_must_say_yes_or_no() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (flops, "save_if(flops): a number alone is not a question; compare it with a bound: flops > 100"),
+        (flops, "save_if(flops): a measure is not a condition; compare it with a bound: flops > 100"),
         (
             True,
             (

@@ -118,7 +118,7 @@ by module
     norm  LayerNorm          256.00 KiB       256 B  5.25 µs   7.87 µs
     lm_head  Linear                 0 B   16.00 KiB  8.39 µs   16.8 µs
 
-what recomputing would give, most first, each on its own
+what recomputing would save, most first, each on its own
   recompute             frees     for  per GiB        peak then
   layers.*       x2  7.00 MiB  805 µs   118 ms  5.71 MiB (-38%)
   layers.*.mlp   x2  4.00 MiB  176 µs  45.1 ms  7.21 MiB (-22%)
@@ -186,7 +186,7 @@ def test_tables_are_as_long_as_they_may_be() -> None:
     for title, more in (
         ("by operator", 15),
         ("by module", 11),
-        ("what recomputing would give, most first, each on its own", 2),
+        ("what recomputing would save, most first, each on its own", 2),
     ):
         assert parts[title][-1].strip() == f"and {more} more"
         assert len(parts[title]) == 4
@@ -200,7 +200,7 @@ def test_the_largest_modules_are_those_shown_and_their_parents_are_too() -> None
 
 def test_gains_are_by_family_and_what_gives_most_is_first() -> None:
     step = transformer_step(4, vocabulary=64)
-    lines = sections(write(step, gains=find_gains(step)))["what recomputing would give, most first, each on its own"]
+    lines = sections(write(step, gains=find_gains(step)))["what recomputing would save, most first, each on its own"]
     assert [line.split()[:2] for line in lines[1:]] == [
         ["layers.*", "x4"],
         ["layers.*.mlp", "x4"],
@@ -299,7 +299,7 @@ def test_a_peak_in_the_optimizer_is_said_to_be_there() -> None:
 
 def test_a_peak_of_parameters_is_said_to_be_so() -> None:
     text = words(write(transformer_step(2, width=512, tokens=8)))
-    assert re.search(r"\d\d% of the peak is there whatever is recomputed: parameters", text)
+    assert re.search(r"\d\d% of the peak stays, whatever is recomputed: parameters", text)
 
 
 def test_a_peak_of_temporaries_is_said_to_be_so() -> None:

@@ -128,7 +128,7 @@ def checkpoint(
     """
     if misplaced:
         message = (
-            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} besides the function: "
+            f"recollect.checkpoint was given {count_noun(len(misplaced), 'argument')} in addition to the function: "
             "arguments go to the function that it returns.\n"
             "Write recollect.checkpoint(fn)(*args), or use recollect.compat.checkpoint(fn, *args, "
             "use_reentrant=False)."
@@ -190,7 +190,7 @@ _STARTS_ONLY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 def _check_name(name: object) -> str:
     if not isinstance(name, str) or not name:
-        message = f"name={short_repr(name)}: expected text for errors and reports to call the region"
+        message = f"name={short_repr(name)}: expected a string, the name of the region in errors and reports"
         raise ValueError(message)
     return name
 

@@ -99,7 +99,7 @@ def _check_batch(batch: Any) -> None:
         raise TypeError(message)
     if isinstance(batch, Dataset):
         name = with_article(type(batch).__name__)
-        message = f"batch is {name}, which has examples and no batches: pass a DataLoader of it, or one batch"
+        message = f"batch is {name}, which holds examples, not batches: pass a DataLoader of it, or one batch"
         raise TypeError(message)
     if isinstance(batch, (Mapping, tuple, list)) and not batch:
         message = f"batch is an empty {type(batch).__name__}: pass what one step is called with, as large as it gets"

@@ -307,8 +307,7 @@ def _plan_tighter(  # noqa: PLR0917 (the last two are for the refusal)
     except BudgetError as error:
         _, _, predicted = str(error).partition(": ")
         message = (
-            f"no plan fits {format_bytes(limit)}: {took} under the best of the plans for it that ran, and there is no "
-            "tighter plan.\n"
+            f"no plan fits {format_bytes(limit)}: {took} under the best plan that ran, and no plan is tighter.\n"
             f"The prediction was lower: {predicted}"
         )
         raise BudgetError(message, error.smallest_bytes) from None

@@ -54,7 +54,7 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
     named = [levers] if isinstance(levers, str) else list(levers)
     for name in named:
         if name not in LEVERS:
-            expected = f"expected some of {quote_all(LEVERS)}"
+            expected = f"expected one or more of {quote_all(LEVERS)}"
             message = f"levers: unknown lever {name!r}; {expected}{hint_nearest(name, LEVERS)}"
             raise ValueError(message)
     if MICRO_BATCHES in named and not owns_step:

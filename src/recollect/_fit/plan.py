@@ -93,7 +93,7 @@ def plan(
         )
         raise TypeError(message)
     if not isinstance(name, str):
-        message = f"name={short_repr(name)}: expected text for reports to call the plan"
+        message = f"name={short_repr(name)}: expected a string, the name of the plan in reports"
         raise TypeError(message)
     if progress is not None and not callable(progress):
         message = f"progress={short_repr(progress)}: expected a function of two numbers"

@@ -338,7 +338,7 @@ def _check_options(
         message = f"dtype={short_repr(dtype)}: expected a floating-point dtype, such as torch.bfloat16"
         raise TypeError(message)
     if name is not None and not isinstance(name, str):
-        message = f"name={short_repr(name)}: expected text for reports to call the profile"
+        message = f"name={short_repr(name)}: expected a string, the name of the profile in reports"
         raise TypeError(message)
     if progress is not None and not callable(progress):
         message = f"progress={short_repr(progress)}: expected a function of the number of calls so far"

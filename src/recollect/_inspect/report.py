@@ -170,7 +170,7 @@ def _render(profile: Profile, kind: str, against: Profile | None, top: int) -> b
 
 
 def find_all_gains(profile: Profile) -> list[Gain]:
-    """What recomputing would give, also under the policy that `apply` knows by a word."""
+    """What recomputing would save, also under the policy that `apply` knows by a word."""
     choices, _ = parse_value("selective")
     assert choices is not None
     assert isinstance(choices.policy, ReadyMade)

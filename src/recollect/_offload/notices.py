@@ -41,7 +41,7 @@ class Notices:
         why = "no more host memory" if limit is None else f"the host limit of {format_bytes(limit)} is reached"
         self.note_warning(
             "limit",
-            f"{why}: {what}, and so does everything else that finds no room.\n"
+            f"{why}: {what}, and so does everything else that does not fit.\n"
             "Raise `limit`, or let the rest go to disk: tier=('host', 'disk').",
         )
 

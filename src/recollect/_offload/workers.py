@@ -95,8 +95,8 @@ class Workers:
             parcel.stays = True
         self._notices.note_warning(
             "slow",
-            f"tier '{self.tier.name}' {reason}. {parcel} stays in memory, and so does everything else that finds "
-            "no room there.\n"
+            f"tier '{self.tier.name}' {reason}. {parcel} stays in memory, and so does everything else that does "
+            "not fit there.\n"
             "Make room, raise `limit`, or name another `directory`.",
         )
 

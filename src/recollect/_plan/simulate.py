@@ -111,7 +111,7 @@ class Simulator:
             if calls[number].phase is Phase.FORWARD:
                 message = (
                     f"call {number} ({calls[number].op}) belongs to forward and comes after backward has begun: only a "
-                    "step with one forward and one backward can be judged"
+                    "step with one forward and one backward can be simulated"
                 )
                 raise ValueError(message)
         self._reads = [tuple(call.reads) for call in calls]

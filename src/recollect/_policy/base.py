@@ -42,7 +42,7 @@ class Policy(ABC):
         """What happens to the value made at this site; None to leave it to others."""
 
     def __or__(self, other: object) -> NoReturn:
-        message = f"policies have no |: write policies.first_match({self}, {short_repr(other)})"
+        message = f"policies cannot be joined with |: write policies.first_match({self}, {short_repr(other)})"
         raise TypeError(message)
 
     @property

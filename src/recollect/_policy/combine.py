@@ -210,7 +210,7 @@ def first_match(*policies: PolicyLike) -> Policy:
     >>> policies.first_match(policies.save_all, policies.save_matmuls)
     Traceback (most recent call last):
     ...
-    ValueError: first_match never reaches save_matmuls: save_all before it answers for every site
+    ValueError: first_match never reaches save_matmuls: save_all before it decides for every site
     """
     if not policies:
         message = "first_match() needs a policy; to save nothing, use save_nothing"
@@ -222,7 +222,7 @@ def first_match(*policies: PolicyLike) -> Policy:
     parts = tuple(map(as_policy, policies))
     for part, following in itertools.pairwise(parts):
         if part.answers_all:
-            message = f"first_match never reaches {following}: {part} before it answers for every site"
+            message = f"first_match never reaches {following}: {part} before it decides for every site"
             raise ValueError(message)
     return FirstMatch(parts)
 

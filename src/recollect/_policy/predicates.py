@@ -36,7 +36,7 @@ class Predicate(ABC):
     def __bool__(self) -> NoReturn:
         # `and`, `or`, `not` and chained comparisons would silently drop one side.
         message = (
-            f"'{self}' is a question about sites, neither true nor false by itself.\n"
+            f"'{self}' is a condition on sites, neither true nor false by itself.\n"
             "Join two with & or |, each in parentheses: (flops > 1e6) & (nbytes < 1024); for anything else write a "
             "function of a site."
         )
@@ -165,7 +165,7 @@ def as_predicate(predicate: Callable[[Site], bool]) -> Predicate:
     if isinstance(predicate, Predicate):
         return predicate
     if isinstance(predicate, Field):
-        message = f"save_if({predicate}): a number alone is not a question; compare it with a bound: {predicate} > 100"
+        message = f"save_if({predicate}): a measure is not a condition; compare it with a bound: {predicate} > 100"
         raise TypeError(message)
     if not callable(predicate):
         message = "save_if expects a comparison such as flops_per_byte > 100, or a function from a recollect.Site to "

@@ -228,7 +228,7 @@ def _suggest_cache(profile: Profile, peak: PeakRow) -> Iterator[Suggestion]:
     held = sum(profile.timeline.sizes[storage] for storage in find_held(profile))
     if held > _LEAST * peak.bytes:
         yield Suggestion(
-            what="do not fill a cache of keys and values in training",
+            what="do not fill a key/value cache while training",
             gives=f"{format_bytes(held)} of what forward saves is also held by a cache or a list until the step ends",
             code="model.config.use_cache = False",
         )

@@ -240,7 +240,7 @@ def _gains(profile: Profile, gains: Sequence[Gain], top: int) -> RenderableType 
         then = f"{format_bytes(gain.peak_bytes)} ({change / profile.peak_bytes:+.0%})" if change else "unchanged"
         path = show(_name_gain(gain))
         table.add_row(path, _times(gain.count), format_bytes(gain.freed_bytes), cost, price, then)
-    title = "what recomputing would give, most first, each on its own"
+    title = "what recomputing would save, most first, each on its own"
     return _section(title, table, _left_out(len(rows) - top))
 
 

@@ -27,7 +27,7 @@ def judge_peak(peak: PeakRow) -> list[str]:
     if 2 * state > peak.bytes:
         share = format_share(state, peak.bytes)
         found.append(
-            f"{share} of the peak is there whatever is recomputed: {_list_state(peak)}. To reduce it: sharding "
+            f"{share} of the peak stays, whatever is recomputed: {_list_state(peak)}. To reduce it: sharding "
             "(FSDP2), offloading, smaller dtypes, or an optimizer with less state."
         )
     if peak.bytes - state > _MUCH * peak.bytes:

@@ -314,8 +314,8 @@ def refuse_capture(region: str, label: str) -> None:
         CaptureError: always.
     """
     message = (
-        f"region '{region}': {label} draws random numbers and is to be kept while a CUDA graph is being captured, when "
-        "the state of its generator cannot be read.\n"
+        f"region '{region}': the policy keeps {label}, which draws random numbers, but while a CUDA graph is being "
+        "captured, the state of the generator cannot be read.\n"
         "Leave it to recomputation (`Decision.RECOMPUTE`), or capture without this policy."
     )
     raise CaptureError(message)

@@ -117,7 +117,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
         _switch_off(found)
         return apply(model, rules, policy=policy, every=every, first=first)
     if inputs is None:
-        message = f"budget={budget!r} needs inputs=, a batch that the model is called with: sizes decide what fits"
+        message = f"budget={budget!r} needs inputs=, a batch to call the model with: what fits depends on its sizes"
         raise ValueError(message)
     _switch_off(found)
     # What the user calls, PEFT's prompts and adapters included; only DDP's and torch.compile's wrappers are left out.

@@ -130,7 +130,7 @@ class _Again:
                 raise
             message = (
                 f"region '{name_of(self.__wrapped__)}': in recomputation the module changes an argument in place, "
-                "which it did not in forward.\nIt read something that changed in between."
+                "which it did not do in forward.\nIt read something that changed in between."
             )
             raise ChangedInputError(message) from error
         finally:
