@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,23 +27,28 @@ from recollect._inspect.roots import (
     unwrap_replicas,
 )
 from recollect._inspect.rules import describe_rules
-from recollect._inspect.surroundings import describe_device, device_of, list_generators, quick_collections
+from recollect._inspect.surroundings import (
+    describe_device,
+    device_of,
+    known_device,
+    memory_model_of,
+    quick_collections,
+    read_allocator,
+)
+from recollect._inspect.undo import Undo
 from recollect._profile.allocations import meter_on
 from recollect._profile.assemble import Known, assemble
 from recollect._profile.belongings import Belongings
 from recollect._profile.capture import Capture
-from recollect._profile.snapshot import Snapshot, tensors_of_optimizer
+from recollect._profile.snapshot import tensors_of_optimizer
 from recollect._profile.timing import NoTimer, Span, timer_for
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import frame_of
-from recollect._recompute.rng import Source, put_back
 from recollect._selective.knowledge import all_knowledge
 from recollect._selective.replay import replay_here
 
 if TYPE_CHECKING:
-    from recollect._profile.dry.roofline import Device
     from recollect._profile.dry.step import DryStep
-    from recollect._profile.dry.translate import Translation
     from recollect._profile.optimizer import Kind
 
 _REHEARSALS = 2  # after a first step, which is watched; regions under policies replay from the fourth call on at latest
@@ -98,14 +103,10 @@ class StepProfiler:
         self._optimizers, self._optimizer, self._dry, self._name = optimizers, optimizer, dry, name
         self._device = device_of(self._modules, inputs)
         self._inputs, self._progress = inputs, progress
-        self._restores = restores and dry is None
-        self._is_cleared = False
         self._is_cuda = self._device.type == "cuda" if dry is None else dry.device.is_cuda
-        self._memory_model = _memory_model_of(self._device) if dry is None else dry
+        self._memory_model = memory_model_of(self._device) if dry is None else dry
         self._meter = meter_on(self._device) if dry is None else None
-        self._snapshot = Snapshot()
-        self._belongings: Belongings | None = None
-        self._states: list[tuple[Source, Any]] = []
+        self._undo = Undo(is_on=restores and dry is None, dry=dry)
         self._stack = ExitStack()
         self._rules: tuple[RuleEntry, ...] = ()
         self._allocators: tuple[AllocatorEntry, ...] = ()
@@ -119,7 +120,7 @@ class StepProfiler:
         progress = self._progress
         self._capture = Capture(
             timer=timer_for(self._device) if self._dry is None else NoTimer(),
-            snapshot=self._snapshot if self._restores else None,
+            snapshot=self._undo.snapshot if self._undo.is_on else None,
             unfold=Packed().tensors,
             region_of=region_here,
             replay_of=replay_here,
@@ -159,21 +160,21 @@ class StepProfiler:
             belongings: what the step keeps in the user's objects.
             once_more: in which a step that could be timed runs once more.
         """
-        self._prepare(is_cleared=is_cleared, counters=counters, belongings=belongings)
+        self._undo.expect(is_cleared=is_cleared, counters=counters, belongings=belongings)
         with self._opened():
             self._watch(step)
             if all_knowledge():
                 self._rehearse(step)
-                self._rewind()
+                self._undo.rewind()
                 self._begin()
                 self._watch(step)
-            if is_timed and self._restores:
+            if is_timed and self._undo.is_on:
                 self._plain = self._time(step)
                 if once_more is not None and self._plain is not None:
                     with once_more:
                         self._run_again(step)
             self.profile = self._conclude()
-            if fills_cache(self.profile) and (is_timed or not self._restores):
+            if fills_cache(self.profile) and (is_timed or not self._undo.is_on):
                 self.profile = replace(self.profile, under_regions=self._take_uncached(step))
         return self.profile
 
@@ -195,7 +196,7 @@ class StepProfiler:
             counters: as in `take`.
             belongings: as in `take`.
         """
-        self._prepare(is_cleared=is_cleared, counters=counters, belongings=belongings)
+        self._undo.expect(is_cleared=is_cleared, counters=counters, belongings=belongings)
         with self._opened():
             self._watch(step)
             if all_knowledge():
@@ -209,13 +210,6 @@ class StepProfiler:
                 peak_bytes=peak_bytes, step_s=None if plain is None else plain.body.wall_s, state_bytes=sum(states)
             )
 
-    def _prepare(self, *, is_cleared: bool, counters: Iterable[object], belongings: Belongings | None) -> None:
-        self._is_cleared = is_cleared and self._restores
-        if self._restores:
-            self._belongings = belongings
-            for counter in counters:
-                self._snapshot.note_object(counter)
-
     def _rehearse(self, step: Callable[[], object]) -> None:
         """Run it until regions under policies know their ways."""
         for _ in range(_REHEARSALS):
@@ -223,26 +217,15 @@ class StepProfiler:
 
     def _run_again(self, step: Callable[[], object]) -> None:
         """Run a step unwatched, which begins as the first one did."""
-        self._rewind()
+        self._undo.rewind()
         # Nothing could put back what optimizers of a device write.
-        with self._steps.left_out() if self._restores and self._is_cuda else self._steps_kept_aside():
+        is_left_out = self._undo.is_on and self._is_cuda
+        with self._steps.left_out() if is_left_out else self._undo.steps_kept_aside(self._optimizers):
             step()
-
-    @contextmanager
-    def _steps_kept_aside(self) -> Iterator[None]:
-        """Let an optimizer that steps unwatched, although it did not in the step that was watched, change nothing.
-
-        A step that accumulates gradients does so if it counts its runs where nobody can put that back.
-        """
-        with ExitStack() as stack:
-            for optimizer in self._optimizers if self._restores else ():
-                handle = optimizer.register_step_pre_hook(lambda one, *_: self._snapshot.before_step(one))
-                stack.callback(handle.remove)
-            yield
 
     def _take_uncached(self, step: Callable[[], object]) -> Profile | None:
         """The step as it runs under regions, without a cache of keys and values; None if it has none to leave out."""
-        self._rewind()
+        self._undo.rewind()
         self._begin()
         with caches_left_out(self._modules) as count:
             if not count:
@@ -290,11 +273,9 @@ class StepProfiler:
     @contextmanager
     def _opened(self) -> Iterator[None]:
         """What is changed inside is put back in the end."""
-        self._states = [(source, source.read()) for source in list_generators()]
         try:
             self._stack.enter_context(quick_collections())
-            if self._restores:
-                self._note()
+            self._undo.note(self._modules, self._optimizers)
             yield
         finally:
             self._put_back()
@@ -302,8 +283,7 @@ class StepProfiler:
 
     def _start(self) -> None:
         self._rules = describe_rules(self._modules)
-        if self._is_cleared:
-            self._snapshot.clear_gradients()
+        self._undo.clear_gradients()
         include_roots(
             self._capture, self._known, modules=self._modules, optimizers=self._optimizers, inputs=self._inputs
         )
@@ -311,7 +291,7 @@ class StepProfiler:
             torch.cuda.reset_peak_memory_stats(self._device)
         if self._meter is not None:
             self._meter.start()
-        self._shadowing = self._steps.begin_shadowing() if self._restores and self._is_cuda else ExitStack()
+        self._shadowing = self._steps.begin_shadowing() if self._undo.is_on and self._is_cuda else ExitStack()
         self._stack.push(self._shadowing)
         self._capture.__enter__()
 
@@ -319,21 +299,21 @@ class StepProfiler:
         capture = self._capture
         capture.__exit__(None, None, None)
         self._shadowing.close()
-        self._allocators = self._read_allocator()
+        self._allocators = read_allocator(self._device, self._meter) if self._dry is None else ()
         self._spans = [None if raw.span is None else capture.timer.read(raw.span) for raw in capture.calls]
-        if self._restores:
+        if self._undo.is_on:
             for module in self._modules:
-                self._snapshot.note_set_up(module)
+                self._undo.snapshot.note_set_up(module)
         self._steps.count_new_states()
         self._steps.step_if_none_did()
 
     def _time(self, step: Callable[[], object]) -> PlainTimes | None:
         """Time the step unwatched; a step that cannot be run again is left at what was seen."""
         try:
-            with nullcontext() if self._is_cuda else self._steps_kept_aside():
+            with nullcontext() if self._is_cuda else self._undo.steps_kept_aside(self._optimizers):
                 return time_plainly(
                     step,
-                    rewind=self._rewind,
+                    rewind=self._undo.rewind,
                     device=self._device,
                     apart=self._optimizers if self._is_cuda else (),
                     peak_bytes=max((entry.peak_bytes for entry in self._allocators), default=0),
@@ -344,25 +324,9 @@ class StepProfiler:
             self._notes.append(note)
             return None
 
-    def _rewind(self) -> None:
-        """Put everything as it was before the step, to run it once more."""
-        self._restore()
-        put_back(self._states)
-        if self._is_cleared:
-            self._snapshot.clear_gradients()
-        if self._dry is not None:
-            self._dry.clear_gradients()
-
     def _let_go(self) -> None:
         """Hold nothing of the step any more, without waiting for the garbage collector: some of it hangs in circles."""
-        del self._capture, self._snapshot, self._modules, self._optimizers, self._inputs, self._known, self._steps
-        self._belongings = None
-
-    def _note(self) -> None:
-        for module in self._modules:
-            self._snapshot.note_module(module)
-        for optimizer in self._optimizers:
-            self._snapshot.note_optimizer(optimizer)
+        del self._capture, self._undo, self._modules, self._optimizers, self._inputs, self._known, self._steps
 
     def _put_back(self) -> None:
         try:
@@ -373,27 +337,7 @@ class StepProfiler:
 
     def _put_back_once(self) -> None:
         self._stack.close()
-        self._restore()
-        put_back(self._states)
-
-    def _restore(self) -> None:
-        if not self._restores:
-            return
-        self._snapshot.restore()
-        if self._belongings is not None:
-            self._belongings.put_back()
-
-    def _read_allocator(self) -> tuple[AllocatorEntry, ...]:
-        if self._device.type != "cuda" or self._dry is not None:
-            return ()
-        measured = 0 if self._meter is None else self._meter.peak_bytes
-        entry = AllocatorEntry(
-            device=torch.cuda.get_device_name(self._device),
-            peak_bytes=max(torch.cuda.max_memory_allocated(self._device), measured),
-            reserved_bytes=torch.cuda.max_memory_reserved(self._device),
-            total_bytes=torch.cuda.get_device_properties(self._device).total_memory,
-        )
-        return (entry,)
+        self._undo.put_back()
 
     def _conclude(self) -> Profile:
         capture, known, dry = self._capture, self._known, self._dry
@@ -409,7 +353,7 @@ class StepProfiler:
             self._modules,
             before=self._rules,
             after=rules,
-            missed=self._snapshot.count_missed() if self._restores else 0,
+            missed=self._undo.snapshot.count_missed() if self._undo.is_on else 0,
             is_dry=dry is not None,
         )
         names = [*self._steps.names, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
@@ -419,7 +363,7 @@ class StepProfiler:
                 cost_calls(
                     parts.calls,
                     parts.storages,
-                    self._find_device(),
+                    known_device(self._device) if dry is None else dry.device,
                     self._plain,
                     None if dry is None else dry.host_costs,
                 )
@@ -443,25 +387,6 @@ class StepProfiler:
             allocators=self._allocators,
             notes=(*self._steps.notes, *self._notes, *(() if dry is None else dry.notes)),
         )
-
-    def _find_device(self) -> Device | None:
-        """What is known of the device that calls are estimated for."""
-        from recollect._profile.dry.roofline import find_device
-
-        if self._dry is not None:
-            return self._dry.device
-        with suppress(ValueError):
-            return find_device(self._device)
-        return None
-
-
-def _memory_model_of(device: torch.device) -> Translation | None:
-    """What is known of workspaces and rounding on a device; nothing of the host."""
-    if device.type != "cuda":
-        return None
-    from recollect._profile.dry.translate import workspaces_on
-
-    return workspaces_on(device)
 
 
 def region_here() -> str:

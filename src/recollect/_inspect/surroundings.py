@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from recollect._core.profiles import AllocatorEntry
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._recompute.rng import (
     Source,
@@ -20,6 +21,11 @@ from recollect._recompute.rng import (
     parse_preserve,
     source_of_device,
 )
+
+if TYPE_CHECKING:
+    from recollect._profile.allocations import AllocationMeter
+    from recollect._profile.dry.roofline import Device
+    from recollect._profile.dry.translate import Translation
 
 _NEVER = 10**9
 
@@ -76,3 +82,35 @@ def list_generators() -> list[Source]:
         devices = [torch.device(found[0], index) for index in range(torch.accelerator.device_count())]
         sources += [source for device in devices if (source := source_of_device(device)) is not None]
     return sources
+
+
+def read_allocator(device: torch.device, meter: AllocationMeter | None) -> tuple[AllocatorEntry, ...]:
+    """What a device's allocator says of the step that has just run; nothing on the host."""
+    if device.type != "cuda":
+        return ()
+    measured = 0 if meter is None else meter.peak_bytes
+    entry = AllocatorEntry(
+        device=torch.cuda.get_device_name(device),
+        peak_bytes=max(torch.cuda.max_memory_allocated(device), measured),
+        reserved_bytes=torch.cuda.max_memory_reserved(device),
+        total_bytes=torch.cuda.get_device_properties(device).total_memory,
+    )
+    return (entry,)
+
+
+def memory_model_of(device: torch.device) -> Translation | None:
+    """What is known of workspaces and rounding on a device; nothing of the host."""
+    if device.type != "cuda":
+        return None
+    from recollect._profile.dry.translate import workspaces_on
+
+    return workspaces_on(device)
+
+
+def known_device(device: torch.device) -> Device | None:
+    """What is known of a device's speed; None of one that nobody has measured."""
+    from recollect._profile.dry.roofline import find_device
+
+    with suppress(ValueError):
+        return find_device(device)
+    return None
