@@ -15,31 +15,16 @@ from weakref import ref
 import torch
 from torch import Size, Tensor
 
-from recollect._core.operators import ROUTING, storages_in, tensors_in
-from recollect._core.pytree import Arguments
+from recollect._core.operators import ROUTING, tensors_in
 from recollect._core.scope import current_run
 from recollect._core.torch_private.ambient import FunctionMode, any_autocast_enabled, quietly
 from recollect._core.torch_private.composites import ATTENTION
 from recollect._recompute.handles import FIRST
 from recollect._recompute.hooks import read_meta
+from recollect._selective.binding import OTHER_CALLS, OTHER_WAYS, Binding
 from recollect._selective.draws import Draws
 from recollect._selective.kept_call import States
-from recollect._selective.program import (
-    HELD,
-    NOWHERE,
-    Bound,
-    Call,
-    Cast,
-    HeldCast,
-    Inner,
-    Program,
-    Unfixed,
-    View,
-    fixed,
-    flags_of,
-    hold,
-    template_of,
-)
+from recollect._selective.program import HELD, Bound, Call, Cast, HeldCast, Inner, Program, View
 from recollect._selective.recording import CALLS_COMPILED, results_of
 from recollect._selective.tensor_classes import TensorClasses
 
@@ -47,10 +32,7 @@ if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
     from recollect._recompute.way import Pack
 
-_OTHER_CALLS = "it calls torch differently than in its first call"
-_OTHER_WAYS = "its tensors are used differently than in its first call"
 _OTHER_DRAWS = "a call draws random numbers, but drew none before"
-
 
 CHOOSING = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ROUTING if hasattr(owner, name))
 _HARMLESS = frozenset({"retain_grad", "_assert_async"})
@@ -58,19 +40,14 @@ _VALUES = frozenset({Size, bool, int, float, torch.dtype, torch.device, torch.la
 _END = Call(None, None, is_single=True, draws=False)
 
 
-class Following(FunctionMode):
+class Following(Binding, FunctionMode):
     """One forward under a program."""
 
     def __init__(self, program: Program, classes: TensorClasses, *, notes_choices: bool) -> None:
-        super().__init__()
-        self._result, self._plain, self._start = classes.result, classes.plain, classes.start
-        self.program, self._notes_choices = program, notes_choices
+        super().__init__(program, classes)
+        self._result, self._notes_choices = classes.result, notes_choices
         self.choices: list[list[Tensor]] = []
-        self.bound = Bound(len(program.makers), len(program.calls))
-        self.why_broken: str | None = None
         self.is_paused = self._is_calling = False
-        self._refs: list[Any] = [None] * len(program.makers)
-        self._starts: dict[int, int] = {}  # where in memory those are that others are views of
         self._calls = program.calls
         self._next = 0
         self._pending: list[tuple[Tensor, View | int]] = []
@@ -82,19 +59,6 @@ class Following(FunctionMode):
     def _note_choice(self, result: Any) -> None:
         """Remember routing results, which must not come out otherwise if the program breaks."""
         self.choices.append([tensor.detach() for tensor in tensors_in(result)])
-
-    def begin(self, arguments: Arguments) -> None:
-        """Bind the region's arguments."""
-        leaves = arguments.leaves
-        for number, index in self.program.inputs.items():
-            tensor: Any = leaves[index] if index < len(leaves) else None  # a list may be shorter than it was
-            if type(tensor) not in self._plain or tensor.is_inference():
-                self.why_broken = _OTHER_WAYS
-                return
-            self._refs[number] = ref(tensor)
-            self.bound.versions[number] = tensor._version  # noqa: SLF001
-            if number in self.program.bases:
-                self._starts[number] = self._start(tensor)
 
     def meet_compiled(self) -> None:
         """Compiled code is called, where none was when the program was learned."""
@@ -131,20 +95,20 @@ class Following(FunctionMode):
             self._next = index + 1
             refs, versions = self._refs, self.bound.versions
             if len(args) != call.size:
-                self.why_broken = _OTHER_WAYS
+                self.why_broken = OTHER_WAYS
                 return result
             for place, number in call.tensors:
                 value, known = args[place], refs[number]
                 if known is None:
                     self._bind_outside(number, value)
                 elif known() is not value or value._version != versions[number]:  # noqa: SLF001
-                    self.why_broken = _OTHER_WAYS
+                    self.why_broken = OTHER_WAYS
             number, view = call.number, call.view
             refs[number] = ref(result)
             versions[number] = result._version  # noqa: SLF001
             if view is not None:
                 if not self._is_view(result, view):
-                    self.why_broken = _OTHER_WAYS
+                    self.why_broken = OTHER_WAYS
             elif call.others or kwargs:
                 self.bound.arguments[index] = self._rest(call, args, kwargs)
             if call.is_base:
@@ -154,11 +118,11 @@ class Following(FunctionMode):
             return result
         if type(result) is self._result:
             if not is_alike or (call.func is not func and call.func != func):
-                self.why_broken = _OTHER_CALLS
+                self.why_broken = OTHER_CALLS
                 return result
         elif not self._is_as_planned(call, func, result):
             if result is None and getattr(func, "__name__", "") not in _HARMLESS and tensors_in(args, kwargs):
-                self.why_broken = _OTHER_CALLS  # it may have written into a tensor
+                self.why_broken = OTHER_CALLS  # it may have written into a tensor
             return result
         self._next = index + 1
         refs, bound = self._refs, self.bound
@@ -175,7 +139,7 @@ class Following(FunctionMode):
                     elif known() is not value or value._version != bound.versions[number] + (  # noqa: SLF001
                         call.bump if number == call.written else 0
                     ):
-                        self.why_broken = _OTHER_WAYS
+                        self.why_broken = OTHER_WAYS
                 if call.is_recorded and (call.others or kwargs):
                     bound.arguments[index] = self._rest(call, args, kwargs)
                 if call.needs_grad is not None and self.why_broken is None:
@@ -213,121 +177,9 @@ class Following(FunctionMode):
             or (call.func is not func and call.func != func)
             or call.shapes != [(tensor.shape, tensor.dtype) for tensor in results]
         ):
-            self.why_broken = _OTHER_CALLS
+            self.why_broken = OTHER_CALLS
             return False
         return True
-
-    def _rest(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """The arguments that are not tensors."""
-        try:
-            others = [fixed(args[place]) for place in call.others]
-            named = kwargs.items() if kwargs else ()
-            return others, {name: fixed(value) for name, value in named if name not in call.names}
-        except Unfixed:  # a tensor where there was none, or something that may change
-            self.why_broken = _OTHER_WAYS
-            return None
-
-    def _check_grad(self, call: Call, tensors: list[Tensor]) -> None:
-        if call.needs_grad != tuple(tensor.requires_grad for tensor in tensors):
-            self.why_broken = _OTHER_WAYS
-
-    def _bind_general(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """The same for calls with tensors in lists."""
-        if not call.is_general:
-            self.why_broken = _OTHER_CALLS
-            return
-        met: list[Tensor] = []
-        numbers = iter(call.links)
-
-        def name(tensor: Tensor) -> int:
-            met.append(tensor)
-            return next(numbers, NOWHERE)
-
-        try:
-            self.bound.arguments[index] = (
-                [template_of(value, name) for value in args],
-                {key: template_of(value, name) for key, value in (kwargs or {}).items()},
-            )
-        except Unfixed:
-            self.why_broken = _OTHER_WAYS
-            return
-        if len(met) != len(call.links):
-            self.why_broken = _OTHER_WAYS
-            return
-        for number, value in zip(call.links, met, strict=True):
-            if number == NOWHERE:
-                continue
-            known = self._refs[number]
-            if known is None:
-                self._bind_outside(number, value)
-            elif known() is not value or value._version != self.bound.versions[number]:  # noqa: SLF001
-                self.why_broken = _OTHER_WAYS
-        if call.needs_grad is not None:
-            self._check_grad(call, met)
-
-    def _bind_outside(self, number: int, tensor: Any) -> None:
-        """A parameter, something the function closes over, the result of a kept block: seen for the first time."""
-        if type(tensor) not in self._plain or self.program.makers[number] >= 0 or tensor.is_inference():
-            self.why_broken = _OTHER_WAYS
-            return
-        self._refs[number] = ref(tensor)
-        self.bound.held[number] = hold(tensor)
-        self.bound.versions[number] = tensor._version  # noqa: SLF001
-        if number in self.program.bases:
-            self._starts[number] = self._start(tensor)
-
-    def _check_memory(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        """What is overwritten later must be memory of its own; statistics that were only updated must be so again."""
-        is_read = bool(call.scratch) and flags_of(args, kwargs) != call.flags
-        made = storages_in(results_of(result)) if call.is_overwritten and not call.bump else []
-        given = storages_in(args, kwargs) if made else []
-        if is_read or any(one is other for one in made for other in given):
-            self.why_broken = _OTHER_WAYS
-
-    def _check_identity(self, index: int, call: Call, result: Any) -> None:
-        """A result that was one of the arguments (of `contiguous`, `to`, a dropout of nothing) must be so again."""
-        for number, tensor in zip(call.outs, results_of(result) or (), strict=True):
-            if number < 0 or self.program.makers[number] == index:
-                continue
-            known = self._refs[number]
-            if known is None and self.program.makers[number] == NOWHERE:  # a parameter, seen here for the first time
-                self._bind_outside(number, tensor)
-            elif known is None or known() is not tensor:
-                self.why_broken = _OTHER_WAYS
-
-    def _bind_views(self, call: Call, result: Any) -> None:
-        """Results that are views must be the same views of the same tensors."""
-        assert call.views is not None
-        refs = self._refs
-        for place, tensor in enumerate((result,) if call.is_single else results_of(result) or ()):
-            number = call.outs[place]
-            if number < 0:
-                continue
-            refs[number] = ref(tensor)
-            self.bound.versions[number] = tensor._version  # noqa: SLF001
-            view = call.views.get(place)
-            if view is not None and not self._is_view(tensor, view):
-                self.why_broken = _OTHER_WAYS
-
-    def _is_view(self, tensor: Tensor, view: View) -> bool:
-        start = self._starts.get(view.number)
-        return (
-            start is not None
-            and (self._start(tensor) - start == view.delta or not tensor.numel())  # torch says 0 for what is empty
-            and tensor.stride() == view.stride
-            and tensor.shape == view.shape
-        )
-
-    def _bind_results(self, call: Call, result: Any) -> None:
-        bound = self.bound
-        for place, (number, tensor) in enumerate(zip(call.outs, results_of(result) or (), strict=True)):
-            if number >= 0:
-                self._refs[number] = ref(tensor)
-                bound.versions[number] = tensor._version  # noqa: SLF001
-                if place in call.kept:
-                    bound.held[number] = tensor.detach()
-                if number in self.program.bases:
-                    self._starts[number] = self._start(tensor)
 
     def packer(self, frame: Frame) -> Pack:  # noqa: C901 (one branch for each source)
         """The saved-tensor hook of forward: gives a handle, and checks that the tensor is what the program says.
@@ -357,22 +209,22 @@ class Following(FunctionMode):
                 if known is None:
                     pending.append((tensor, source))
                 elif known() is not tensor or tensor._version != versions[source]:  # noqa: SLF001
-                    self.why_broken = _OTHER_WAYS
+                    self.why_broken = OTHER_WAYS
             elif type(source) is View:
                 pending.append((tensor, source))
                 if refs[source.number] is not None and tensor._version != versions[source.number]:  # noqa: SLF001
-                    self.why_broken = _OTHER_WAYS
+                    self.why_broken = OTHER_WAYS
             elif (type(source) is Inner or type(source) is Cast) and source.call != self._next:
-                self.why_broken = _OTHER_CALLS
+                self.why_broken = OTHER_CALLS
             elif type(source) is Cast and (tensor.dtype, tensor.shape, tensor.stride()) != source.kind:
-                self.why_broken = _OTHER_WAYS
+                self.why_broken = OTHER_WAYS
             return handle
 
         return pack
 
     def _pack_unplanned(self, frame: Frame, tensor: Tensor, index: int) -> None:
         """The program is broken: the function will run again, and what it saves is compared as in any frame."""
-        self.why_broken = self.why_broken or _OTHER_CALLS
+        self.why_broken = self.why_broken or OTHER_CALLS
         frame.metas += [None] * (index - len(frame.metas))
         frame.metas.append(read_meta(tensor))
 
@@ -381,19 +233,19 @@ class Following(FunctionMode):
         for tensor, source in self._pending:
             if isinstance(source, View):
                 if not self._is_view(tensor, source):
-                    self.why_broken = _OTHER_WAYS
+                    self.why_broken = OTHER_WAYS
                 continue
             known = self._refs[source]
             base = known() if known is not None else None
             if base is None or self._start(base) != self._start(tensor) or base.stride() != tensor.stride():
-                self.why_broken = _OTHER_WAYS
+                self.why_broken = OTHER_WAYS
         self._pending.clear()
 
     def _bind_casts(self) -> None:
         """Hold casts in place of what they were made of: calls that are made again would cast it again."""
         for cast, tensor, version in self._casts:
             if (tensor.dtype, tensor.shape, tensor.stride()) != cast.kind:
-                self.why_broken = self.why_broken or _OTHER_WAYS
+                self.why_broken = self.why_broken or OTHER_WAYS
                 continue
             self.bound.held[cast.number], self.bound.versions[cast.number] = tensor.view(cast.shape), version
         self._casts.clear()
@@ -416,7 +268,7 @@ class Following(FunctionMode):
         if self.why_broken is None and (
             self._next != len(program.calls) or any_autocast_enabled() is not self._autocast
         ):
-            self.why_broken = _OTHER_CALLS
+            self.why_broken = OTHER_CALLS
         if self.why_broken is None and self._pending:
             self._check_pending()
         self._bind_casts()
