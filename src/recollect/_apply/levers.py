@@ -27,11 +27,15 @@ _log = logging.getLogger("recollect")
 
 
 class _Lever(InstanceForward):
-    """A forward that works in chunks, where it can."""
+    """A forward that works in chunks, where it can: as many as given; 0 leaves it to the lever."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, chunks: int) -> None:
         super().__init__(module, name)
+        self._chunks = chunks
         self._has_told = False
+
+    def _for_copy(self, copied: nn.Module) -> Self:
+        return type(self)(copied, self.name, self._chunks)
 
     def _tell_once(self, why: str) -> None:
         if not self._has_told:
@@ -41,13 +45,6 @@ class _Lever(InstanceForward):
 
 class LazyHead(_Lever):
     """Gives the output of a linear layer as something that the loss can take in chunks, while the model trains."""
-
-    def __init__(self, module: nn.Module, name: str, chunks: int | None) -> None:
-        super().__init__(module, name)
-        self._chunks = chunks
-
-    def _for_copy(self, copied: nn.Module) -> Self:
-        return type(self)(copied, self.name, self._chunks)
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +59,7 @@ class LazyHead(_Lever):
             self._tell_once("its parameters are sharded while it runs")
             return self.__wrapped__(*args, **kwargs)
         bias: Any = module.bias
-        return LazyLogits(hidden, weight, bias, chunks=self._chunks)
+        return LazyLogits(hidden, weight, bias, chunks=self._chunks or None)
 
     def __repr__(self) -> str:
         return f"<forward of '{self.name}', computed by recollect as the loss needs it>"
@@ -70,13 +67,6 @@ class LazyHead(_Lever):
 
 class ChunkedForward(_Lever):
     """Runs a module on some tokens at a time."""
-
-    def __init__(self, module: nn.Module, name: str, chunks: int) -> None:
-        super().__init__(module, name)
-        self._chunks = chunks
-
-    def _for_copy(self, copied: nn.Module) -> Self:
-        return type(self)(copied, self.name, self._chunks)
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +116,7 @@ def make_levers(targets: Sequence[Target], levers: Sequence[PlannedLever]) -> It
                 message = f"lever {lever.name!r} cannot be used on '{path}': {why}"
                 raise ValueError(message)
             if lever.name == CHUNKED_LOSS:
-                yield LazyHead(target.module, target.name, lever.parts or None)
+                yield LazyHead(target.module, target.name, lever.parts)
                 yield from _find_gatherers(targets, target)
             elif lever.name == CHUNKED_MLP:
                 yield ChunkedForward(target.module, target.name, lever.parts)

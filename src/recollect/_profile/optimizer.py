@@ -180,8 +180,6 @@ def with_shadow_steps(
         follow: is given the shadow, to let it step; called with dispatch modes off.
         on_cuda: whether it is to do what it would by default do on CUDA.
     """
-    attributes = vars(optimizer)
-    before = {name: attributes[name] for name in _CHANGED if name in attributes}
     step = optimizer.step
 
     @functools.wraps(step)
@@ -194,20 +192,13 @@ def with_shadow_steps(
                 return follow(shadow)
         return step(**options)
 
-    attributes["step"] = step_by_shadow
-    try:
+    with _stepping_by(optimizer, step_by_shadow):
         yield
-    finally:
-        for name in _CHANGED:
-            attributes.pop(name, None)
-        attributes.update(before)
 
 
 @contextmanager
 def without_steps(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Let an optimizer not step, unless it is given a closure."""
-    attributes = vars(optimizer)
-    before = {name: attributes[name] for name in _CHANGED if name in attributes}
     step = optimizer.step
 
     @functools.wraps(step)
@@ -215,7 +206,16 @@ def without_steps(optimizer: torch.optim.Optimizer) -> Generator[None]:
         _note_call(optimizer)
         return None if closure is None else step(closure, **options)
 
-    attributes["step"] = do_not_step
+    with _stepping_by(optimizer, do_not_step):
+        yield
+
+
+@contextmanager
+def _stepping_by(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Generator[None]:
+    """Let ``optimizer.step`` be another inside."""
+    attributes = vars(optimizer)
+    before = {name: attributes[name] for name in _CHANGED if name in attributes}
+    attributes["step"] = step
     try:
         yield
     finally:
