@@ -26,7 +26,7 @@ class Outputs:
     Attributes:
         out: file for the plan; ``-`` for standard output.
         html: file for the page; None for none.
-        quiet: whether to say nothing besides.
+        quiet: whether to say nothing else.
         places: the absolute paths of both: the user's code may change the folder.
     """
 

@@ -59,6 +59,6 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def count_numbers(node: fx.Node) -> int:
-    """How many numbers it gives; 0 if that is no tensor."""
+    """How many elements its result has; 0 if that is not a tensor."""
     value = node.meta.get("val")
     return hint(value.numel()) if isinstance(value, Tensor) else 0

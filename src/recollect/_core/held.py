@@ -1,4 +1,4 @@
-"""Which saved values something besides autograd holds: a cache of keys and values, a list, an attribute of a module.
+"""Which saved values something other than autograd holds: a key/value cache, a list, an attribute of a module.
 
 Recomputing does not free them. A profile says when storages were freed, not who held them; so they are told by their
 being there long after the backward of the module that made them.

@@ -151,9 +151,9 @@ def did_you_mean(names: Iterable[str]) -> str:
 
 
 def hint_nearest(name: object, known: Iterable[str]) -> str:
-    """What to end an error with that refuses a name: the question which of the known ones is meant, if one is alike.
+    """What to end an error with that refuses a name: the question which of the known ones is meant, if one is similar.
 
-    Of short names, that is only one that begins alike: ``"inf"`` is two letters away from ``"min"``.
+    Short names must begin with the same letter: ``"inf"`` is two letters away from ``"min"``.
 
     >>> hint_nearest("chunk_loss", ["chunked_loss", "chunked_mlp"]), hint_nearest("gpu", ["cpu", "cuda"])
     ("; did you mean 'chunked_loss'?", '')

@@ -81,7 +81,7 @@ def describe_forecast(forecast: Forecast) -> list[str]:
     lines.append(time)
     if forecast.allowance_bytes:
         lines.append(
-            f"reserved by the allocator: up to {format_bytes(peak + forecast.allowance_bytes)}, of which "
+            f"reserved by the allocator: up to {format_bytes(peak + forecast.allowance_bytes)}, including "
             f"{format_bytes(forecast.allowance_bytes)} for fragmentation"
         )
     if forecast.measured_peak_bytes is not None:

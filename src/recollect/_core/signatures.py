@@ -13,7 +13,7 @@ def read_signature(function: Callable[..., Any]) -> inspect.Signature:
 
     Raises:
         ValueError: the function has none, as some builtins.
-        TypeError: it is no function, or no signature can be read from it.
+        TypeError: it is not a function, or its signature cannot be read.
 
     >>> read_signature(lambda x, *, scale=1: x * scale)
     <Signature (x, *, scale=1)>

@@ -234,7 +234,13 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
         peaks += [] if measured is None else [measured]
         over = int(limit * _UNKNOWN) if measured is None else max(measured - plan.peak_bytes, measured - limit)
         wanted = (limit if isinstance(wanted, str) else wanted) - over - int(limit * _EXTRA)
-        _log.info("recollect.fit: measured %s with a budget of %s, planning again for %s", measured, limit, wanted)
+        took = "more than the device has" if measured is None else format_bytes(measured)
+        _log.info(
+            "recollect.fit: the step took %s with a budget of %s; planning again for %s",
+            took,
+            format_bytes(limit),
+            format_bytes(wanted),
+        )
         tried.add(plan.digest)
         plan = _plan_tighter(attempt, wanted, limit, min(peaks, default=None), refusal, tried)
     least = min(peaks, default=None)

@@ -46,9 +46,9 @@ def _list_usable(model: nn.Module, seen: Profile, asked: Asked, batch: Any, *, o
 
 
 def _read_inputs(model: nn.Module, seen: Profile, wished: Asked) -> Inputs:
-    """What candidates were called with, as far as the profile tells: what their first call reads that is no parameter.
+    """What candidates were called with, as far as the profile tells: what their first call reads, without parameters.
 
-    A module that is called otherwise does not run on that, and so is none that a lever can be used on.
+    A module that is called in another way does not run on that, so no lever can be used on it.
     """
     found = Inputs()
     candidates = set(list_candidates(model, wished))

@@ -34,7 +34,7 @@ class Parcel:
         root: that tensor, or what it is a view of, weakly.
         version: of the tensor when it was saved.
         alias: a tensor on the original memory; None once it has left.
-        is_constant: it has no history: a buffer, an input, a mask, or what an operator made besides its result.
+        is_constant: it has no history: a buffer, an input, a mask, or what an operator made in addition to its result.
         is_changed: somebody wrote into it before it had left.
         is_used: backward has asked for it.
         stays: it is not sent.

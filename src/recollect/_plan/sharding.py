@@ -88,7 +88,7 @@ class _Units:
         return self._profile.timeline.spans[at][0] >= self._first_update
 
     def list_buffers(self) -> Iterator[Storage]:
-        """What is there besides the shards."""
+        """What is in memory in addition to the shards."""
         root = self.owned.get("", 0)
         if root:
             yield _hold(root, 0, self._last_backward)

@@ -75,7 +75,7 @@ def find_recomputed(
         problem: the step.
         run: which.
         treatment: what becomes of it.
-        given: what the region after it asks for besides.
+        given: what the region after it asks for in addition.
     """
     if run.start is None or treatment.way is PlannedWay.OFFLOAD:
         return []

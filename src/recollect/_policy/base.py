@@ -1,4 +1,4 @@
-"""What a policy is: a function from a site to a decision, and what the engine may ask one of the catalogue besides."""
+"""What a policy is: a function from a site to a decision, and what else the engine may ask one of the catalogue."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from recollect._profile.timing import Span
 
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """What is known of a step besides what was captured.
+    """What is known of a step beyond what was captured.
 
     Attributes:
         device: the type of device that is profiled.

@@ -1,7 +1,7 @@
-"""Binds the tensors of one forward to the numbers that they have in a program, and checks that they are used alike.
+"""Binds the tensors of one forward to their numbers in a program, and checks that they are used the same way.
 
 A tensor is known by a weak reference, by its version, and, if others are views of it, by where its memory begins. One
-that is used otherwise than when the program was learned breaks the program.
+that is used differently than when the program was learned breaks the program.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class _WatchedSite(Site):
 
 
 def shapes_of(result: Any) -> tuple[Any, ...]:
-    """What tells one site from another besides the operator."""
+    """What tells one site from another, apart from the operator."""
     if isinstance(result, Tensor):
         return (result.shape,)
     return tuple(tensor.shape for tensor in tensors_in(result))

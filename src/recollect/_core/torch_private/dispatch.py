@@ -3,7 +3,7 @@
 Private names: `torch.utils._python_dispatch.TorchDispatchMode`, and two of its class methods, overridden below; the
 guard by which an alias made inside a mode shares its version counter; which modes are on; whether hooks are set for
 all modules.
-Replaced by: a public dispatch mode, once torch exports one (`torch.overrides.TorchFunctionMode` is no substitute: it
+Replaced by: a public dispatch mode, once torch exports one (`torch.overrides.TorchFunctionMode` is not a substitute: it
 does not see the operators of backward).
 Run on: torch 2.11 (CUDA), 2.13 (CPU).
 """

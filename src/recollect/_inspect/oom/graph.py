@@ -118,7 +118,7 @@ def _parts(roots: Iterable[Any]) -> list[list[Any]]:
 
 
 def thread_of(nodes: Iterable[Any], threads: list[Spans]) -> Spans | None:
-    """The thread that made these nodes: threads number them alike, so it is asked whose calls know their parameters."""
+    """The thread that made these nodes. Threads number them the same way; the right one knows their parameters."""
     if len(threads) < 2:  # noqa: PLR2004
         return threads[0] if threads else None
     votes: Counter[int] = Counter()

@@ -79,7 +79,7 @@ class Model:
 
         Args:
             limits: other upper bounds for some rows.
-            more_costs: what some variables cost besides.
+            more_costs: what some variables cost in addition.
             seconds: when to stop and take the best so far.
             is_whole: whether each must be 0 or 1; else anything between.
         """

@@ -50,7 +50,7 @@ class Device:
         memory_bytes: what torch can have of it; 0 if nobody knows.
         flops: operations a second by dtype, ``"tf32"`` among them; others are as slow as float32.
         bandwidth: bytes a second between memory and the chip.
-        launch_s: what an operator takes besides its work.
+        launch_s: what an operator takes in addition to its work.
         capability: of CUDA; (0, 0) for others.
         processors: how many it has that run blocks of threads.
         is_cuda: whether torch calls it ``cuda``.

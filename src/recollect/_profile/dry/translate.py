@@ -44,7 +44,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activa
 
 
 class Translation:
-    """What is known of a step on CUDA besides its storages.
+    """What is known of a step on CUDA beyond its storages.
 
     Attributes:
         fixed_bytes: workspaces of cuBLAS, which are kept: one for forward's thread, one for autograd's.
