@@ -28,7 +28,7 @@ from recollect._offload.tiers import HostTier, Tier
 from recollect._offload.workers import Workers
 
 
-class Sending:
+class Sender:
     """Sends parcels away. Callers hold the lock of the session.
 
     Attributes:

@@ -17,12 +17,12 @@ from recollect._offload.copies import Loading
 from recollect._offload.jobs import ReadJob
 from recollect._offload.parcels import Parcel
 from recollect._offload.pinned import Buffer
-from recollect._offload.sending import Sending
+from recollect._offload.sending import Sender
 from recollect._offload.streams import Batch, Lanes
 from recollect._offload.workers import Workers
 
 
-class Transfers(Sending):
+class Transfers(Sender):
     """Sends parcels away and brings them back. Callers hold the lock of the session."""
 
     def fetch(self, parcels: Iterable[Parcel], *, waits: bool = False) -> None:
