@@ -14,7 +14,7 @@ from pathlib import Path
 
 import recollect
 from recollect._cli.demo import ATTENTION, BUDGET_PERCENT, PLAIN, fit_run, make_rules, profile_run
-from recollect._cli.planned import Outputs
+from recollect._cli.planned import PlanFiles
 from recollect._cli.small_gpt import train, use_one_thread
 
 IMAGES = Path(__file__).parent / "images"
@@ -32,7 +32,7 @@ def main() -> None:
     fitted = fit_run(runs[PLAIN], before.peak_bytes * BUDGET_PERCENT // 100, lambda *_: None)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "plan.html"
-        Outputs.check(Path("-"), page, quiet=True).write_page(fitted.plan, fitted.profile)
+        PlanFiles.check(Path("-"), page, quiet=True).write_page(fitted.plan, fitted.profile)
         photograph(page, IMAGES / "plan.png", profile=Path(folder) / "browser")
 
 

@@ -15,14 +15,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from recollect._bench import ahead
-from recollect._bench.ahead import Field, compile_ahead
+from recollect._bench.ahead import Entrants, compile_ahead
 from recollect._bench.arena import Arena
 from recollect._bench.contenders import PLAIN, Contender
 from tests.bench.test_cell import TINY
 
 pytest.importorskip("scipy")
 
-FIELD = Field(model="Llama", size="small", device="cpu", span_bytes=2**20, shares=(50,))
+FIELD = Entrants(model="Llama", size="small", device="cpu", span_bytes=2**20, shares=(50,))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recollect._cli import checks
-from recollect._cli.checks import Check, State, judge_torch
+from recollect._cli.checks import Check, CheckState, judge_torch
 from tests.cli.conftest import Invoke
 
 pytest.importorskip("typer")
@@ -33,7 +33,7 @@ def test_findings_as_json_are_alone_on_standard_output(invoke: Invoke) -> None:
 
 
 def test_findings_are_tables_of_what_is_there_and_what_to_do(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = Check(name="a thing", state=State.LIMITED, found="half [of] it", advice="get the other half")
+    odd = Check(name="a thing", state=CheckState.LIMITED, found="half [of] it", advice="get the other half")
     monkeypatch.setattr("recollect._cli.findings.CHECKS", (lambda: iter([odd]),))
     done = invoke("doctor")
     assert done.code == 0
@@ -44,7 +44,7 @@ def test_findings_are_tables_of_what_is_there_and_what_to_do(invoke: Invoke, mon
 
 
 def test_something_broken_has_exit_code_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Check(name="torch", state=State.BROKEN, found="1.0")
+    broken = Check(name="torch", state=CheckState.BROKEN, found="1.0")
     monkeypatch.setattr("recollect._cli.findings.CHECKS", (lambda: iter([broken]),))
     monkeypatch.setattr("recollect._cli.findings.measure_links", list)
     assert invoke("doctor").code == 1
@@ -71,21 +71,21 @@ def test_links_that_cannot_be_measured_do_not_stop_it(invoke: Invoke, monkeypatc
 def test_without_a_device_it_says_so_and_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     device = only(checks.check_devices())
-    assert (device.state, device.found) == (State.ABSENT, "none")
+    assert (device.state, device.found) == (CheckState.ABSENT, "none")
     assert "recollect profile --dry --device H200" in device.advice
-    assert only(checks.check_pinning()).state is State.ABSENT
+    assert only(checks.check_pinning()).state is CheckState.ABSENT
 
 
 @pytest.mark.parametrize(
     ("version", "state", "advice"),
     [
-        ("2.11.0", State.OK, ""),
-        ("2.13.1+cu130", State.OK, ""),
-        ("2.10.0", State.BROKEN, "install torch 2.11 to 2.13"),
-        ("2.14.0a0+git", State.LIMITED, "if something breaks, install torch 2.11 to 2.13"),
+        ("2.11.0", CheckState.OK, ""),
+        ("2.13.1+cu130", CheckState.OK, ""),
+        ("2.10.0", CheckState.BROKEN, "install torch 2.11 to 2.13"),
+        ("2.14.0a0+git", CheckState.LIMITED, "if something breaks, install torch 2.11 to 2.13"),
     ],
 )
-def test_a_version_of_torch_is_judged_by_those_we_run_on(version: str, state: State, advice: str) -> None:
+def test_a_version_of_torch_is_judged_by_those_we_run_on(version: str, state: CheckState, advice: str) -> None:
     check = judge_torch(version)
     assert (check.state, check.advice) == (state, advice)
 
@@ -97,7 +97,7 @@ def test_a_touch_point_that_does_not_import_is_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(checks, "import_module", missing)
     check = only(checks.check_seam())
-    assert check.state is State.BROKEN
+    assert check.state is CheckState.BROKEN
     assert check.found == "recollect._core.torch_private.nodes: ImportError: cannot import name 'Node'"
 
 
@@ -105,7 +105,7 @@ def test_no_compiler_is_a_limit_with_a_way_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.compiler, "list_backends", lambda: ["inductor"])
     monkeypatch.setattr("shutil.which", lambda name: None)
     check = only(checks.check_compile())
-    assert (check.state, check.found) == (State.LIMITED, "Inductor, no C++ compiler")
+    assert (check.state, check.found) == (CheckState.LIMITED, "Inductor, no C++ compiler")
     assert check.advice == "install g++ or clang++, or set CXX; eager mode still works"
 
 
@@ -120,7 +120,7 @@ def test_a_library_that_is_missing_comes_with_its_extra(monkeypatch: pytest.Monk
 def test_trainers_are_told_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_version_of", lambda name: "5.22.2" if name == "transformers" else None)
     found = {check.name: check for check in checks.check_extras()}
-    assert (found["trainers"].state, found["trainers"].found) == (State.OK, "transformers 5.22.2")
+    assert (found["trainers"].state, found["trainers"].found) == (CheckState.OK, "transformers 5.22.2")
 
 
 def test_memory_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_memory_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total > 2**28
     assert available is None or 0 < available <= total
     monkeypatch.setattr(checks, "host_memory", lambda: (None, None))
-    assert only(checks.check_host_memory()).state is State.LIMITED
+    assert only(checks.check_host_memory()).state is CheckState.LIMITED
 
 
 @pytest.mark.gpu
@@ -137,6 +137,6 @@ def test_every_device_is_found_with_its_memory(invoke: Invoke) -> None:
     devices = checks.list_devices()
     assert [device.name for device in devices] == [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     assert all(0 < device.free_bytes <= device.total_bytes for device in devices)
-    assert only(checks.check_pinning()).state is State.OK
+    assert only(checks.check_pinning()).state is CheckState.OK
     done = invoke("doctor")
     assert "host to cuda:0, pinned" in done.out

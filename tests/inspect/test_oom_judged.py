@@ -14,7 +14,7 @@ from recollect._inspect.oom.error import Shortage
 from recollect._inspect.oom.judged import ALLOWANCE, Judged, Judgement, judge
 from recollect._inspect.oom.report import _judge
 from recollect._inspect.oom.text import _format_judgement
-from recollect._profile.given_arguments import Given
+from recollect._profile.given_arguments import GivenArguments
 from recollect._profile.memory import LiveBytes
 from recollect._profile.tracks import Tracks
 from tests.models import GPT
@@ -47,7 +47,7 @@ def metered_peak(model: nn.Module, steps: int = 4) -> int:
 
 
 def judged(model: nn.Module, capacity_bytes: int, **options: Any) -> Judgement:
-    return judge(model, Given((TOKENS,), {}), device="cpu", capacity_bytes=capacity_bytes, **options)
+    return judge(model, GivenArguments((TOKENS,), {}), device="cpu", capacity_bytes=capacity_bytes, **options)
 
 
 def test_what_is_judged_is_what_happens() -> None:
@@ -158,7 +158,7 @@ def test_arguments_that_cannot_be_given_again_are_said_to_be() -> None:
 def test_what_a_model_was_called_with_holds_no_tensor() -> None:
     x = torch.ones(4, 4)
     gone = weakref.ref(x)
-    given = Given(([x, {"y": x}],), {"scale": 2.0})
+    given = GivenArguments(([x, {"y": x}],), {"scale": 2.0})
     gc.disable()
     try:
         del x

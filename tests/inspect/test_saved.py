@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import compat
 from recollect._core.torch_private import graph
-from recollect._inspect.saved import Kind, SavedEntry, SavedReport, describe_saved, format_saved, print_saved
+from recollect._inspect.saved import Fate, SavedEntry, SavedReport, describe_saved, format_saved, print_saved
 from recollect._profile.memory import LiveBytes
 
 
@@ -64,7 +64,7 @@ def test_parameters_and_their_views_count_apart(printed: Callable[..., str]) -> 
     loss = frozen(trained(leaf(2, 8).exp())[:, :8]).sum()
     report = describe_saved(loss)
     assert report.parameter_bytes == trained.weight.nbytes + frozen.weight.nbytes
-    assert {entry.kind for entry in report.entries} == {Kind.KEPT, Kind.PARAMETER}
+    assert {entry.kind for entry in report.entries} == {Fate.KEPT, Fate.PARAMETER}
     assert "(768 B more are parameters)" in printed(loss)
 
 
@@ -280,7 +280,7 @@ def test_a_region_inside_save_on_cpu_holds_what_that_gave_it() -> None:
     with torch.autograd.graph.save_on_cpu():
         loss = recollect.checkpoint(torch.sin, name="f")(leaf(8).exp()).sum()
     report = describe_saved(loss)
-    assert [entry.kind for entries in report.held for entry in entries] == [Kind.PACKED, Kind.PACKED]
+    assert [entry.kind for entries in report.held for entry in entries] == [Fate.PACKED, Fate.PACKED]
     assert holders(report) == [["region 'f' (argument 0)", "ExpBackward0.result (packed by save_on_cpu)"]]
 
 
@@ -411,7 +411,7 @@ def test_a_negative_number_of_lines_is_refused() -> None:
 
 def test_several_devices_are_written_with_their_sums() -> None:
     entries = tuple(
-        SavedEntry(holder="A", attribute="x", kind=Kind.KEPT, device=torch.device(name), storage=n, storage_bytes=8 * n)
+        SavedEntry(holder="A", attribute="x", kind=Fate.KEPT, device=torch.device(name), storage=n, storage_bytes=8 * n)
         for n, name in enumerate(["cpu", "cuda:0", "cpu", "cuda:0"])
     )
     text = format_saved(SavedReport(entries=entries, freed_nodes=0, opaque_nodes=()), top=0)

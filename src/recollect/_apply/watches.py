@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from torch import nn
 
 
-class Watch(ABC):
+class ForwardWatch(ABC):
     """A forward pre-hook of a model that puts regions in force, even if none are now."""
 
     @abstractmethod
@@ -19,5 +19,5 @@ def end_watches(model: nn.Module) -> None:
     """End what watches a model or its parts. Regions alone do not show that something does: a plan may have none."""
     for module in model.modules():
         for hook in list(vars(module).get("_forward_pre_hooks", {}).values()):
-            if isinstance(hook, Watch):
+            if isinstance(hook, ForwardWatch):
                 hook.remove()

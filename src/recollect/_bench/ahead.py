@@ -30,7 +30,7 @@ MOST_COMPILATIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class Entrants:
     """Who is compiled, and for what.
 
     Attributes:
@@ -57,7 +57,7 @@ class Field:
         return list_contenders(ours, arena.device, is_compiled=True)
 
 
-def compile_ahead(field: Field, names: Sequence[str], *, jobs: int, end: float) -> None:
+def compile_ahead(field: Entrants, names: Sequence[str], *, jobs: int, end: float) -> None:
     """Compile contenders in processes, and wait for all of them; what fails, fails again where it is measured.
 
     Args:
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
     end_with_parent()
     said = json.loads(arguments[0])
     names = said.pop("names")
-    field = Field(**{**said, "shares": tuple(said["shares"])})
+    field = Entrants(**{**said, "shares": tuple(said["shares"])})
     torch.set_num_threads(1)
     arena = field.make_arena()
     with allow_compilations(MOST_COMPILATIONS):

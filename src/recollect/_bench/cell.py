@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from recollect._bench.ahead import MOST_COMPILATIONS, Field, compile_ahead
+from recollect._bench.ahead import MOST_COMPILATIONS, Entrants, compile_ahead
 from recollect._bench.alternate import alternate
 from recollect._bench.arena import Arena, Ready
 from recollect._bench.cases import SCALES, Scale
@@ -93,7 +93,7 @@ def _list_all(arena: Arena, seen: Profile, request: Request, end: float) -> list
     shares = QUICK_SHARES if request.is_quick else SHARES
     if request.cell.mode == "compiled":
         cell, span_bytes = request.cell, _find_span(arena, seen)
-        field = Field(model=cell.model, size=cell.size, device=request.device, span_bytes=span_bytes, shares=shares)
+        field = Entrants(model=cell.model, size=cell.size, device=request.device, span_bytes=span_bytes, shares=shares)
         found = field.list_contenders(arena)
         compile_ahead(field, [one.name for one in found if one.name != PLAIN], jobs=request.jobs, end=end)
         return found

@@ -26,7 +26,7 @@ OLDEST, NEWEST = (2, 11), (2, 13)
 _MOST_TRIED_BYTES = 4 * 2**30
 
 
-class State(enum.Enum):
+class CheckState(enum.Enum):
     """What a check found. ABSENT is not a fault: the machine does without it."""
 
     OK = "ok"
@@ -47,13 +47,13 @@ class Check:
     """
 
     name: str
-    state: State
+    state: CheckState
     found: str
     advice: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Accelerator:
     """An accelerator.
 
     Attributes:
@@ -77,7 +77,7 @@ Checking = Callable[[], Iterator[Check]]
 def check_python() -> Iterator[Check]:
     """The interpreter."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield Check(name="Python", state=State.OK, found=found)
+    yield Check(name="Python", state=CheckState.OK, found=found)
 
 
 def check_torch() -> Iterator[Check]:
@@ -96,11 +96,11 @@ def judge_torch(version: str) -> Check:
     span = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     if pair < OLDEST:
         advice = f"install torch {span}"
-        return Check(name="torch", state=State.BROKEN, found=f"{version}, older than {span}", advice=advice)
+        return Check(name="torch", state=CheckState.BROKEN, found=f"{version}, older than {span}", advice=advice)
     if pair > NEWEST:
         advice = f"if something breaks, install torch {span}"
-        return Check(name="torch", state=State.LIMITED, found=f"{version}, newer than {span}", advice=advice)
-    return Check(name="torch", state=State.OK, found=version)
+        return Check(name="torch", state=CheckState.LIMITED, found=f"{version}, newer than {span}", advice=advice)
+    return Check(name="torch", state=CheckState.OK, found=version)
 
 
 def check_seam() -> Iterator[Check]:
@@ -117,12 +117,12 @@ def check_seam() -> Iterator[Check]:
             failures.append(f"{name}: {type(error).__name__}: {error}")
     if failures:
         advice = f"install torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, or report this"
-        yield Check(name="torch internals", state=State.BROKEN, found="\n".join(failures), advice=advice)
+        yield Check(name="torch internals", state=CheckState.BROKEN, found="\n".join(failures), advice=advice)
     else:
-        yield Check(name="torch internals", state=State.OK, found=f"all {len(names)} modules import")
+        yield Check(name="torch internals", state=CheckState.OK, found=f"all {len(names)} modules import")
 
 
-def list_devices() -> list[Device]:
+def list_devices() -> list[Accelerator]:
     """The accelerators of this machine."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -134,7 +134,7 @@ def list_devices() -> list[Device]:
         is_cuda = accelerator.type == "cuda"
         capability = ".".join(map(str, torch.cuda.get_device_capability(index))) if is_cuda else ""
         name = f"{accelerator.type}:{index}"
-        found.append(Device(name=name, model=model, free_bytes=free, total_bytes=total, capability=capability))
+        found.append(Accelerator(name=name, model=model, free_bytes=free, total_bytes=total, capability=capability))
     return found
 
 
@@ -143,26 +143,26 @@ def check_devices() -> Iterator[Check]:
     devices = list_devices()
     if not devices:
         advice = "steps run on the CPU; `recollect profile --dry --device H200` estimates for a device that is not here"
-        yield Check(name="accelerator", state=State.ABSENT, found="none", advice=advice)
+        yield Check(name="accelerator", state=CheckState.ABSENT, found="none", advice=advice)
     for device in devices:
         found = f"{device.model}, {format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
         if device.capability:
             found += f", capability {device.capability}"
-        yield Check(name=device.name, state=State.OK, found=found)
+        yield Check(name=device.name, state=CheckState.OK, found=found)
 
 
 def check_host_memory() -> Iterator[Check]:
     """Memory of the host, and the limit of the container if that is less."""
     total, available = host_memory()
     if total is None:
-        yield Check(name="host memory", state=State.LIMITED, found="unknown: this system does not say")
+        yield Check(name="host memory", state=CheckState.LIMITED, found="unknown: this system does not say")
         return
     found = f"{format_bytes(available or total)} available of {format_bytes(total)}"
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text("ascii").strip() if limit.is_file() else "max"
     if allowed.isdigit() and int(allowed) < total:
         found += f"; this container may use {format_bytes(int(allowed))}"
-    yield Check(name="host memory", state=State.OK, found=found)
+    yield Check(name="host memory", state=CheckState.OK, found=found)
 
 
 def host_memory() -> tuple[int | None, int | None]:
@@ -183,18 +183,22 @@ def check_pinning() -> Iterator[Check]:
     limit = _locked_limit()
     said = f"limit on locked memory (ulimit -l): {'none' if limit is None else format_bytes(limit)}"
     if not torch.accelerator.is_available():
-        yield Check(name="pinned memory", state=State.ABSENT, found=f"nothing to copy to; {said}")
+        yield Check(name="pinned memory", state=CheckState.ABSENT, found=f"nothing to copy to; {said}")
         return
     available = host_memory()[1]
     most = _MOST_TRIED_BYTES if available is None else min(_MOST_TRIED_BYTES, available // 4)
     pinned = try_pinning(most)
     if pinned:
-        yield Check(name="pinned memory", state=State.OK, found=f"{format_bytes(pinned)} allocated as a test; {said}")
+        yield Check(
+            name="pinned memory", state=CheckState.OK, found=f"{format_bytes(pinned)} allocated as a test; {said}"
+        )
     else:
         advice = (
             "raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), otherwise copies use pageable memory"
         )
-        yield Check(name="pinned memory", state=State.LIMITED, found=f"none could be allocated; {said}", advice=advice)
+        yield Check(
+            name="pinned memory", state=CheckState.LIMITED, found=f"none could be allocated; {said}", advice=advice
+        )
 
 
 def _locked_limit() -> int | None:
@@ -213,16 +217,16 @@ def check_compile() -> Iterator[Check]:
     except Exception as error:
         advice = "eager mode still works"
         found = f"torch's compiler does not load: {type(error).__name__}: {error}"
-        yield Check(name="torch.compile", state=State.LIMITED, found=found, advice=advice)
+        yield Check(name="torch.compile", state=CheckState.LIMITED, found=found, advice=advice)
         return
     compiler = find_program(os.environ.get("CXX"), "g++", "clang++", "cl")
     if "inductor" not in backends:
-        yield Check(name="torch.compile", state=State.LIMITED, found=f"no Inductor among {', '.join(backends)}")
+        yield Check(name="torch.compile", state=CheckState.LIMITED, found=f"no Inductor among {', '.join(backends)}")
     elif compiler is None:
         advice = "install g++ or clang++, or set CXX; eager mode still works"
-        yield Check(name="torch.compile", state=State.LIMITED, found="Inductor, no C++ compiler", advice=advice)
+        yield Check(name="torch.compile", state=CheckState.LIMITED, found="Inductor, no C++ compiler", advice=advice)
     else:
-        yield Check(name="torch.compile", state=State.OK, found=f"Inductor, {compiler}")
+        yield Check(name="torch.compile", state=CheckState.OK, found=f"Inductor, {compiler}")
 
 
 def find_program(*names: str | None) -> str | None:
@@ -240,12 +244,14 @@ def check_triton() -> Iterator[Check]:
     if version:
         compiler = find_program(os.environ.get("CC"), "gcc", "clang", "cl")
         advice = "" if compiler else "install gcc or clang, or set CC: Triton builds its launchers with it"
-        yield Check(name="Triton", state=State.OK if compiler else State.LIMITED, found=version, advice=advice)
+        yield Check(
+            name="Triton", state=CheckState.OK if compiler else CheckState.LIMITED, found=version, advice=advice
+        )
     elif torch.accelerator.is_available():
         advice = "pip install triton, for torch.compile on this device"
-        yield Check(name="Triton", state=State.LIMITED, found="not installed", advice=advice)
+        yield Check(name="Triton", state=CheckState.LIMITED, found="not installed", advice=advice)
     else:
-        yield Check(name="Triton", state=State.ABSENT, found="not installed, and no device to use it")
+        yield Check(name="Triton", state=CheckState.ABSENT, found="not installed, and no device to use it")
 
 
 def check_distributed() -> Iterator[Check]:
@@ -253,7 +259,7 @@ def check_distributed() -> Iterator[Check]:
     from torch import distributed
 
     if not distributed.is_available():
-        yield Check(name="distributed", state=State.ABSENT, found="this torch was built without it")
+        yield Check(name="distributed", state=CheckState.ABSENT, found="this torch was built without it")
         return
     ways = {
         "nccl": distributed.is_nccl_available(),
@@ -261,7 +267,7 @@ def check_distributed() -> Iterator[Check]:
         "mpi": distributed.is_mpi_available(),
         "ucc": distributed.is_ucc_available(),
     }
-    yield Check(name="distributed", state=State.OK, found=", ".join(name for name, there in ways.items() if there))
+    yield Check(name="distributed", state=CheckState.OK, found=", ".join(name for name, there in ways.items() if there))
 
 
 _EXTRAS = (
@@ -278,10 +284,10 @@ def check_extras() -> Iterator[Check]:
     for name, extra, use in _EXTRAS:
         version = _version_of(name)
         advice = "" if version else f'pip install "recollect[{extra}]", for {use}'
-        state = State.OK if version else State.ABSENT
+        state = CheckState.OK if version else CheckState.ABSENT
         yield Check(name=name, state=state, found=version or "not installed", advice=advice)
     trainers = [f"{name} {version}" for name in _TRAINERS if (version := _version_of(name))]
-    state = State.OK if trainers else State.ABSENT
+    state = CheckState.OK if trainers else CheckState.ABSENT
     yield Check(name="trainers", state=state, found=", ".join(trainers) or "none installed")
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 import recollect
 from recollect._cli.arguments import STANDARD_OUTPUT
 from recollect._cli.endings import loading
-from recollect._cli.planned import Outputs
+from recollect._cli.planned import PlanFiles
 from recollect._cli.report import check_path, write_report
 from recollect._cli.screen import ShowProgress, make_console, show_progress
 from recollect._core.numbers import format_change, format_seconds
@@ -25,7 +25,7 @@ from recollect._core.profiles import Profile
 from recollect._core.units import count_noun, format_bytes
 
 if TYPE_CHECKING:
-    from recollect._cli.small_gpt import Run
+    from recollect._cli.small_gpt import Training
 
 BUDGET_PERCENT = 60
 PLAIN, FULL, ATTENTION, PRODUCTS = "plain", "full", "attention kept", "products kept too"
@@ -65,7 +65,7 @@ def demo(
         fitted = fit_run(runs[PLAIN], before.peak_bytes * BUDGET_PERCENT // 100, show)
     print_fit(fitted)
     page = html.with_name(f"{html.stem}-plan.html")
-    outputs = Outputs.check(STANDARD_OUTPUT, page, quiet=True)
+    outputs = PlanFiles.check(STANDARD_OUTPUT, page, quiet=True)
     outputs.write_page(fitted.plan, fitted.profile)
     console.print(
         'In your own code:  recollect.fit(model, batch, loss=..., optimizer=..., budget="40GiB")', markup=False
@@ -84,7 +84,7 @@ def make_rules() -> dict[str, Any]:
     }
 
 
-def profile_run(run: Run, name: str) -> Profile:
+def profile_run(run: Training, name: str) -> Profile:
     """The profile of one more step of a training."""
     from recollect._cli.small_gpt import find_loss
 
@@ -94,7 +94,7 @@ def profile_run(run: Run, name: str) -> Profile:
     )
 
 
-def fit_run(run: Run, budget: int, progress: ShowProgress) -> recollect.Fitted:
+def fit_run(run: Training, budget: int, progress: ShowProgress) -> recollect.Fitted:
     """The model of a training, made to fit a budget."""
     from recollect._cli.small_gpt import find_loss
 
@@ -130,7 +130,7 @@ def print_fit(fitted: recollect.Fitted) -> None:
     )
 
 
-def print_runs(runs: dict[str, Run]) -> None:
+def print_runs(runs: dict[str, Training]) -> None:
     """Print what the trainings showed, compared with the first of them."""
     plain, *others = runs.values()
     steps = len(plain.losses)

@@ -26,7 +26,7 @@ def doctor(
         recollect doctor --json > machine.json
     """
     with loading():
-        from recollect._cli.checks import State
+        from recollect._cli.checks import CheckState
         from recollect._cli.findings import examine, print_findings
 
     with keep_stdout_clean(), show_progress("checking this machine", quiet=quiet) as show:
@@ -35,5 +35,5 @@ def doctor(
         typer.echo(write_document(findings, kind="doctor", version=_VERSION))
     else:
         print_findings(findings)
-    if any(check.state is State.BROKEN for check in findings.checks):
+    if any(check.state is CheckState.BROKEN for check in findings.checks):
         raise typer.Exit(FAILED)

@@ -7,12 +7,17 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from recollect._cli.checks import CHECKS, Check, Device, State, list_devices
+from recollect._cli.checks import CHECKS, Accelerator, Check, CheckState, list_devices
 from recollect._cli.screen import ShowProgress, make_console
 from recollect._core.units import format_bytes
 from recollect._profile.links import Link, measure_links
 
-_COLOURS = {State.OK: "green", State.ABSENT: "dim", State.LIMITED: "yellow", State.BROKEN: "bold red"}
+_COLOURS = {
+    CheckState.OK: "green",
+    CheckState.ABSENT: "dim",
+    CheckState.LIMITED: "yellow",
+    CheckState.BROKEN: "bold red",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class Findings:
 
     torch: str
     checks: tuple[Check, ...]
-    devices: tuple[Device, ...]
+    devices: tuple[Accelerator, ...]
     links: tuple[Link, ...]
 
 
@@ -44,7 +49,9 @@ def examine(show: ShowProgress) -> Findings:
         links += measure_links()
     except (OSError, RuntimeError) as error:
         found = f"{error}"
-        checks.append(Check(name="link speeds", state=State.LIMITED, found=found, advice="free some memory or disk"))
+        checks.append(
+            Check(name="link speeds", state=CheckState.LIMITED, found=found, advice="free some memory or disk")
+        )
     return Findings(torch=torch.__version__, checks=tuple(checks), devices=tuple(list_devices()), links=tuple(links))
 
 

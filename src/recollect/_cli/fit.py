@@ -20,8 +20,8 @@ from recollect._cli.arguments import (
     TracebackOption,
 )
 from recollect._cli.endings import loading
-from recollect._cli.planned import Outputs, read_budget, read_typed_tiers
-from recollect._cli.profiling import Options, gather_step
+from recollect._cli.planned import PlanFiles, read_budget, read_typed_tiers
+from recollect._cli.profiling import ProfileOptions, gather_step
 from recollect._cli.screen import ShowProgress, fail, keep_stdout_clean, show_progress
 from recollect._cli.target import Function, find_target
 from recollect._core.levers import LEVERS
@@ -30,7 +30,7 @@ from recollect._core.signatures import read_signature
 from recollect._core.spelling import options_typed
 
 if TYPE_CHECKING:
-    from recollect._cli.subject import Subject
+    from recollect._cli.subject import ProfileArguments
 
 
 def fit(
@@ -61,7 +61,7 @@ def fit(
         recollect fit my.package.train:step --budget 80%
         recollect fit train.py:make_model --budget 12GiB --lever chunked_loss --lever micro_batches
     """
-    outputs = Outputs.check(out, html, quiet=quiet)
+    outputs = PlanFiles.check(out, html, quiet=quiet)
     wanted, sent_to = read_budget(budget), read_typed_tiers(tiers)
     for name in lever or ():
         if name not in LEVERS:
@@ -71,7 +71,7 @@ def fit(
         from recollect._cli.users_code import users_code
 
         _ = recollect.on_oom  # torch, and all of the library
-    options = Options(device=device, dtype=dtype, optimizer=optimizer)
+    options = ProfileOptions(device=device, dtype=dtype, optimizer=optimizer)
     with contextlib.ExitStack() as stack:
         if outputs.is_piped:
             stack.enter_context(keep_stdout_clean())
@@ -89,7 +89,7 @@ def fit(
     outputs.write(fitted.plan, fitted.profile, tiers=sent_to)
 
 
-def _fit(options: Options, function: Function, progress: ShowProgress, **how: Any) -> "recollect.Fitted":
+def _fit(options: ProfileOptions, function: Function, progress: ShowProgress, **how: Any) -> "recollect.Fitted":
     subject, seen = options.find_subject(function)
     with options.surroundings(options.device):
         if subject.is_model:
@@ -102,7 +102,7 @@ def _fit(options: Options, function: Function, progress: ShowProgress, **how: An
         return recollect.fit(modules[0], step=gather_step(subject, seen), progress=progress, **how)
 
 
-def _bind_batch(subject: "Subject", name: str) -> Any:
+def _bind_batch(subject: "ProfileArguments", name: str) -> Any:
     """The inputs of a model as one batch: a tuple, or a mapping where some are given by keyword."""
     import torch
 

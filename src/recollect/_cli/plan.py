@@ -28,8 +28,8 @@ from recollect._cli.arguments import (
     read_values,
 )
 from recollect._cli.endings import loading
-from recollect._cli.planned import Outputs, explain_failure, read_budget, read_typed_tiers
-from recollect._cli.profiling import Options
+from recollect._cli.planned import PlanFiles, explain_failure, read_budget, read_typed_tiers
+from recollect._cli.profiling import ProfileOptions
 from recollect._cli.report import read_profile
 from recollect._cli.screen import fail, keep_stdout_clean, make_console, show_progress
 from recollect._cli.sizing import Question, find_sizes, print_sizes
@@ -77,7 +77,7 @@ def plan(
         recollect plan train.py:make_model --dry --device H100 --dtype bf16 --budget 90%
         recollect plan train.py:make --device h100,h200 --world 64 --budget 90% --set batch=1 --unknown length
     """
-    outputs = Outputs.check(out, html, quiet=quiet)
+    outputs = PlanFiles.check(out, html, quiet=quiet)
     wanted, sent_to = read_budget(budget), read_typed_tiers(tiers)
     if shard != "fsdp2":
         fail(f"--shard {shard}: expected fsdp2")
@@ -136,7 +136,7 @@ def _take(
         from recollect._cli.users_code import users_code
 
         _ = recollect.on_oom  # torch, and all of the library
-    taking = Options(**options, falls_back=True)
+    taking = ProfileOptions(**options, falls_back=True)
     with (
         show_progress(f"profiling {target}", quiet=quiet) as progress,
         users_code(shows_all=traceback),
@@ -160,7 +160,7 @@ def _search(
 
         _ = recollect.on_oom  # torch, and all of the library
     devices = [one.strip() for one in str(options["device"] or "").split(",") if one.strip()] or [""]
-    ways = [Options(**{**options, "dry": True, "device": one or None}) for one in devices]
+    ways = [ProfileOptions(**{**options, "dry": True, "device": one or None}) for one in devices]
     found = []
     with users_code(shows_all=traceback):
         function = find_target(target, lets_open=True)

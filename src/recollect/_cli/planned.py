@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
+class PlanFiles:
     """Where a plan goes.
 
     Attributes:

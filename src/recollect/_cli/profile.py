@@ -21,7 +21,7 @@ from recollect._cli.arguments import (
     TracebackOption,
 )
 from recollect._cli.endings import loading, writing_output
-from recollect._cli.profiling import Options
+from recollect._cli.profiling import ProfileOptions
 from recollect._cli.report import check_path, print_report, write_file, write_report
 from recollect._cli.screen import fail, keep_stdout_clean, show_progress
 
@@ -83,7 +83,7 @@ def profile(
         from recollect._cli.users_code import users_code
 
         _ = recollect.on_oom  # torch, and all of the library
-    options = Options(device=device, dtype=dtype, optimizer=optimizer, dry=dry, step=step)
+    options = ProfileOptions(device=device, dtype=dtype, optimizer=optimizer, dry=dry, step=step)
     with contextlib.ExitStack() as stack:
         if json == STANDARD_OUTPUT:
             stack.enter_context(keep_stdout_clean())

@@ -20,15 +20,15 @@ from recollect._core.profiles import Profile
 if TYPE_CHECKING:
     import torch
 
-    from recollect._cli.seen import Seen
-    from recollect._cli.subject import Subject
+    from recollect._cli.seen import CallLog
+    from recollect._cli.subject import ProfileArguments
 
 # Torch, and what needs it, is imported where it is used: help and wrong usage must not wait for it.
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-class Options:
+class ProfileOptions:
     """How a target is profiled, read from what was given.
 
     Args:
@@ -80,17 +80,17 @@ class Options:
                 fail(f"{name} is for functions, but {target} is a script, which runs as written")
         return profile_script(found.path, args, step=self.step, progress=progress)
 
-    def find_subject(self, function: Function) -> tuple[Subject, Seen]:
+    def find_subject(self, function: Function) -> tuple[ProfileArguments, CallLog]:
         """What a function gives to profile, where it is to run; and which modules and optimizers were seen at work.
 
         A step of the user's own has run once afterwards, so that what is made lazily is there.
         """
-        from recollect._cli.seen import Seen
+        from recollect._cli.seen import CallLog
         from recollect._cli.subject import check_function, check_inputs, move_subject, read_subject
 
         call = function.call
         check_function(function.function, function.name)
-        with Seen() as seen:
+        with CallLog() as seen:
             result = self._call(function)
         subject = read_subject(result, call, function.name)
         check_inputs(subject, function.name)
@@ -119,7 +119,7 @@ class Options:
             fail(_explain_no_backward(function.name, len(taken.calls)), code=FAILED)
         return taken
 
-    def _take_model(self, subject: Subject, progress: ShowProgress) -> Profile:
+    def _take_model(self, subject: ProfileArguments, progress: ShowProgress) -> Profile:
         import torch
 
         from recollect._inspect.oom.error import read_shortage
@@ -163,7 +163,7 @@ class Options:
                 torch.set_default_dtype(before)
 
 
-def gather_step(subject: Subject, seen: Seen) -> Callable[[], Any]:
+def gather_step(subject: ProfileArguments, seen: CallLog) -> Callable[[], Any]:
     """The step of a subject, with what it was seen to work with where `recollect.profile` looks for it."""
     return functools.partial(_run, subject.what, seen.list_modules(), seen.optimizers)
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from recollect._cli.endings import FAILED
 from recollect._cli.screen import ShowProgress, fail
-from recollect._cli.seen import Seen
+from recollect._cli.seen import CallLog
 from recollect._core.profiles import Profile
 from recollect._inspect.step import StepProfiler
 
@@ -97,7 +97,7 @@ class _StepWatch:
 
     def __init__(self, step: int, *, name: str, progress: ShowProgress | None) -> None:
         self.profile: Profile | None = None
-        self.seen = Seen()
+        self.seen = CallLog()
         self._step, self._name, self._progress = step, name, progress
         self._profiler: StepProfiler | None = None
         self._has_begun = False

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
-class Seen:
+class CallLog:
     """Notes the modules that are called and the optimizers that make a step, while entered.
 
     Attributes:
@@ -18,7 +18,7 @@ class Seen:
         steps: how many the first of them made.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> with Seen() as seen:
+    >>> with CallLog() as seen:
     ...     _ = model(torch.ones(2))
     >>> seen.list_modules()
     [Sequential(

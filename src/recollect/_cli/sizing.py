@@ -18,7 +18,7 @@ from recollect._core.profiles import Profile
 from recollect._core.units import format_bytes
 
 if TYPE_CHECKING:
-    from recollect._cli.profiling import Options
+    from recollect._cli.profiling import ProfileOptions
     from recollect._fit.largest import Largest
 
 
@@ -58,7 +58,7 @@ class Found:
     profile: Profile | None
 
 
-def find_sizes(function: Function, options: Options, question: Question, progress: ShowProgress) -> Found:
+def find_sizes(function: Function, options: ProfileOptions, question: Question, progress: ShowProgress) -> Found:
     """Search for the largest value of the unknown on the device of the options.
 
     Raises:

@@ -87,7 +87,7 @@ def find_loss(scores: Tensor, batch: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Training:
     """What one training showed.
 
     Attributes:
@@ -122,7 +122,7 @@ def count_steps() -> int:
     return STEPS + 1
 
 
-def train(rules: Mapping[str, Any], after_step: Callable[[int], None] = lambda done: None) -> dict[str, Run]:
+def train(rules: Mapping[str, Any], after_step: Callable[[int], None] = lambda done: None) -> dict[str, Training]:
     """Train one new model for each of the rules, all from the same start, step by step in turns.
 
     Whatever else the machine does meanwhile then disturbs them all, and their times can be compared.
@@ -162,12 +162,12 @@ class _Training:
         self._run(batch)
         self.optimizer.step()
 
-    def finish(self, batch: Tensor) -> Run:
+    def finish(self, batch: Tensor) -> Training:
         """One more step: the meter slows it down, so it is not timed."""
         with LiveBytes() as meter:
             self._run(batch)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return Run(
+        return Training(
             losses=self.losses,
             gradients=gradients,
             step_s=min(self.times_s[:-1]),

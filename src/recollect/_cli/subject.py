@@ -20,7 +20,7 @@ _KEYS = ("model", "inputs", "kwargs", "optimizer", "loss", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class ProfileArguments:
     """Arguments of `recollect.profile`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Subject:
         return isinstance(self.what, nn.Module)
 
 
-def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject:
+def read_subject(result: Any, function: Callable[[], Any], name: str) -> ProfileArguments:
     """What a function means by its result.
 
     A module, or a tuple or list that starts with one, is a model and its inputs. A mapping with a model or a step names
@@ -57,18 +57,18 @@ def read_subject(result: Any, function: Callable[[], Any], name: str) -> Subject
     True
     """
     if isinstance(result, nn.Module):
-        return Subject(what=result)
+        return ProfileArguments(what=result)
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], nn.Module):
-        return Subject(what=result[0], inputs=tuple(result[1:]))
+        return ProfileArguments(what=result[0], inputs=tuple(result[1:]))
     if isinstance(result, Mapping) and _names_something(result):
         return _read_mapping(result, name)
     if callable(result):
         check_function(result, f"what {name} returned")
-        return Subject(what=result)
-    return Subject(what=function)
+        return ProfileArguments(what=result)
+    return ProfileArguments(what=function)
 
 
-def check_inputs(subject: Subject, name: str) -> None:
+def check_inputs(subject: ProfileArguments, name: str) -> None:
     """Refuse a model that comes without the inputs that its forward needs.
 
     Raises:
@@ -105,7 +105,7 @@ def _names_something(given: Mapping[str, Any]) -> bool:
     return "model" in given or "step" in given or any(isinstance(value, nn.Module) for value in given.values())
 
 
-def _read_mapping(given: Mapping[str, Any], name: str) -> Subject:
+def _read_mapping(given: Mapping[str, Any], name: str) -> ProfileArguments:
     unknown = [key for key in given if key not in _KEYS]
     if unknown:
         given_keys = f"{name} returned a mapping with {quote_all(unknown)}"
@@ -120,18 +120,18 @@ def _read_mapping(given: Mapping[str, Any], name: str) -> Subject:
                 f"{name} returned a mapping whose 'step' is {reprlib.repr(step)}: expected a function without arguments"
             )
         check_function(step, f"'step' of what {name} returned")
-        return Subject(what=step, options=options)
+        return ProfileArguments(what=step, options=options)
     assert isinstance(model, nn.Module)
     if isinstance(inputs, Mapping):
-        return Subject(what=model, options={**options, "kwargs": {**inputs, **options.get("kwargs", {})}})
+        return ProfileArguments(what=model, options={**options, "kwargs": {**inputs, **options.get("kwargs", {})}})
     is_several = isinstance(inputs, Sequence) and not isinstance(inputs, (str, Tensor))
-    return Subject(what=model, inputs=tuple(inputs) if is_several else (inputs,), options=options)
+    return ProfileArguments(what=model, inputs=tuple(inputs) if is_several else (inputs,), options=options)
 
 
-def move_subject(subject: Subject, device: str | None, dtype: torch.dtype | None) -> Subject:
+def move_subject(subject: ProfileArguments, device: str | None, dtype: torch.dtype | None) -> ProfileArguments:
     """The subject with its model and inputs on a device and of a dtype; a step of the user's own is left as it is.
 
-    >>> moved = move_subject(Subject(what=nn.Linear(2, 1), inputs=(torch.ones(2),)), "cpu", torch.bfloat16)
+    >>> moved = move_subject(ProfileArguments(what=nn.Linear(2, 1), inputs=(torch.ones(2),)), "cpu", torch.bfloat16)
     >>> moved.inputs
     (tensor([1., 1.], dtype=torch.bfloat16),)
     """
@@ -147,4 +147,4 @@ def move_subject(subject: Subject, device: str | None, dtype: torch.dtype | None
 
     model = subject.what.to(device=device, dtype=dtype)
     options = {key: move(value) if key == "kwargs" else value for key, value in subject.options.items()}
-    return Subject(what=model, inputs=tuple(move(value) for value in subject.inputs), options=options)
+    return ProfileArguments(what=model, inputs=tuple(move(value) for value in subject.inputs), options=options)

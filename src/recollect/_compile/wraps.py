@@ -130,7 +130,7 @@ def tagging(graph: Graph, name: str, policy: Policy) -> Iterator[None]:
     tag_since(graph, start, name, policy)
 
 
-class Added:
+class AddedNodes:
     """The nodes that were added to a graph since this was last asked."""
 
     def __init__(self, graph: Graph) -> None:

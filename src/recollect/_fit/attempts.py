@@ -18,7 +18,7 @@ from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
 from recollect._fit.gradients import GradientNorms
-from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
+from recollect._fit.levers import Asked, SeenInputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
 from recollect._fit.plan import find_device_bytes
 from recollect._fit.plan import plan as make_plan
@@ -192,7 +192,7 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
     Raises:
         BudgetError: none does, and full recomputation cannot.
     """
-    inputs = Inputs()
+    inputs = SeenInputs()
     run = Runner(subject.model, subject.call, subject.optimizer, progress=subject.progress)
     gradients = _find_norms(subject, asked)
     with inputs.watching(list_candidates(subject.model, asked)):
@@ -245,7 +245,7 @@ def _is_cheap(levers: tuple[PlannedLever, ...]) -> bool:
     return all(lever.name == CHUNKED_LOSS for lever in levers)
 
 
-def _list_attempts(first: Attempt, inputs: Inputs, asked: Asked) -> Iterator[Attempt]:
+def _list_attempts(first: Attempt, inputs: SeenInputs, asked: Asked) -> Iterator[Attempt]:
     """The ways there are, one by one: each is profiled only when it is asked for."""
     yield first
     subject = first.subject

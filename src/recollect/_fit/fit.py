@@ -26,7 +26,7 @@ from recollect._fit.fitted import Fitted
 from recollect._fit.levers import read_levers
 from recollect._fit.loaders import list_batches
 from recollect._fit.ranks import Ranks
-from recollect._fit.shapes import Bucket, PlanSwitch, Seen
+from recollect._fit.shapes import Bucket, PlanSwitch, SeenShapes
 from recollect._fit.verify import compare_gradients
 from recollect._plan.budget import FASTEST, SMALLEST
 from recollect._plan.solvers.highs import import_scipy
@@ -194,7 +194,7 @@ class _Corrected:
     plan: Plan
     tries: int
     applied: Applied
-    seen: Seen
+    seen: SeenShapes
 
 
 def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: int | str) -> _Corrected:
@@ -212,7 +212,7 @@ def _correct(attempt: Attempt, plan: Plan, refusal: BudgetError | None, budget: 
     assert plan.forecast is not None
     limit, ranks = plan.forecast.budget_bytes, attempt.subject.ranks
     wanted: int | str = budget
-    seen, tried, peaks = Seen(), set[str](), list[int]()
+    seen, tried, peaks = SeenShapes(), set[str](), list[int]()
     with as_written(attempt.subject.model):
         ranks.together(lambda: compare_gradients(attempt))
     for tries in range(1, _MOST_TRIES + 1):
@@ -271,7 +271,7 @@ class _Run:
     learned: Learned
 
 
-def _run(attempt: Attempt, plan: Plan, seen: Seen) -> _Run:
+def _run(attempt: Attempt, plan: Plan, seen: SeenShapes) -> _Run:
     ranks = attempt.subject.ranks
     ranks.check_same("plan", plan.digest)
     applied = apply(attempt.subject.model, plan)
@@ -285,7 +285,7 @@ def _run(attempt: Attempt, plan: Plan, seen: Seen) -> _Run:
         raise
 
 
-def _take_smaller(attempt: Attempt, run: _Run, seen: Seen, budget: int | str, tries: int) -> tuple[_Run, int]:
+def _take_smaller(attempt: Attempt, run: _Run, seen: SeenShapes, budget: int | str, tries: int) -> tuple[_Run, int]:
     """The smallest peak, if that was asked for: where a plan missed it, full recomputation is run, too."""
     took = run.peak_bytes
     is_missed = took is None or not run.plan.regions or took > run.plan.peak_bytes * (1 + _MISSED)

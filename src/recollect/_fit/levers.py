@@ -78,7 +78,7 @@ def read_levers(levers: Iterable[str] | Asked, *, owns_step: bool) -> Asked:
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs:
+class SeenInputs:
     """What modules of a model were called with: the shape and type of their only input. No tensor is held.
 
     Attributes:
@@ -130,7 +130,7 @@ def _count_products(module: nn.Module) -> int:
     return sum(parameter.dim() > 1 for parameter in module.parameters())
 
 
-def plan_levers(model: nn.Module, seen: Profile, inputs: Inputs, asked: Asked) -> dict[str, PlannedLever]:
+def plan_levers(model: nn.Module, seen: Profile, inputs: SeenInputs, asked: Asked) -> dict[str, PlannedLever]:
     """The levers that were asked for and can be used, by name; why others cannot goes to the log.
 
     Raises:
@@ -177,7 +177,7 @@ def _find_head(model: nn.Module, seen: Profile) -> str | None:
     return None
 
 
-def _find_tokenwise(model: nn.Module, inputs: Inputs, *, is_named: bool) -> list[str]:
+def _find_tokenwise(model: nn.Module, inputs: SeenInputs, *, is_named: bool) -> list[str]:
     """The paths of the outermost modules that give the same when they run on some tokens at a time.
 
     Raises:

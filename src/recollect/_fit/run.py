@@ -18,7 +18,7 @@ from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
-from recollect._fit.shapes import Seen
+from recollect._fit.shapes import SeenShapes
 from recollect._inspect.calling import is_lightning
 from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import measure_step, profile_step
@@ -91,7 +91,7 @@ class Runner:
 
     def _profile_all(self, *, dry: bool = False, once_more: AbstractContextManager[None] | None = None) -> Profile:
         """The step with its optimizer's."""
-        called = Seen()
+        called = SeenShapes()
         with called.watching(self._model):
             seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
         self._stepping = _read_stepping(seen)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recollect._apply.handle import Applied
 from recollect._apply.model import apply
-from recollect._apply.watches import Watch
+from recollect._apply.watches import ForwardWatch
 from recollect._core.levers import MICRO_BATCHES
 from recollect._core.plans import Plan
 from recollect._core.torch_private.pytree import tree_leaves
@@ -57,7 +57,7 @@ def are_alike(one: Shapes, other: Shapes) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class SeenShapes:
     """The shapes that a model was called with while it was watched."""
 
     shapes: set[Shapes] = field(default_factory=set)
@@ -87,7 +87,7 @@ class Bucket:
         return any(covers(known, asked) for known in self.shapes)
 
 
-class PlanSwitch(Watch):
+class PlanSwitch(ForwardWatch):
     """Looks at each training call of a model before it runs, and puts the plan in force that is for its shapes.
 
     A hook of the model's, which holds no reference to it. Copies of the model, deep or pickled, keep the regions that

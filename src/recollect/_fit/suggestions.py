@@ -13,7 +13,7 @@ from recollect._core.calls import Category, Phase, has_cross_entropy
 from recollect._core.levers import CHUNKED_LOSS, CHUNKED_MLP, MICRO_BATCHES
 from recollect._core.profiles import Profile
 from recollect._core.spelling import spell_levers
-from recollect._fit.levers import Asked, Inputs, list_candidates, plan_levers
+from recollect._fit.levers import Asked, SeenInputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, refuse_batch_norms
 from recollect._levers.chunked_forward import TOKENS
 
@@ -45,12 +45,12 @@ def _list_usable(model: nn.Module, seen: Profile, asked: Asked, batch: Any, *, o
         yield MICRO_BATCHES
 
 
-def _read_inputs(model: nn.Module, seen: Profile, wished: Asked) -> Inputs:
+def _read_inputs(model: nn.Module, seen: Profile, wished: Asked) -> SeenInputs:
     """What candidates were called with, as far as the profile tells: what their first call reads, without parameters.
 
     A module that is called in another way does not run on that, so no lever can be used on it.
     """
-    found = Inputs()
+    found = SeenInputs()
     candidates = set(list_candidates(model, wished))
     paths = {target.name: target.chain[-1] for target in find_targets(model) if target.chain[-1] in candidates}
     for call in seen.calls[: seen.forward_count]:

@@ -22,7 +22,7 @@ from recollect._profile.storages import storages_of
 _MOST_HOLDERS = 3
 
 
-class Kind(Enum):
+class Fate(Enum):
     """What becomes of a saved tensor between forward and backward."""
 
     KEPT = "autograd holds it as it is"
@@ -40,7 +40,7 @@ class SavedEntry:
     """The node, or the region, that holds it."""
     attribute: str
     """What the holder calls it."""
-    kind: Kind
+    kind: Fate
     owner: str = ""
     """The region that holds or has forgotten it, or the hooks that packed it."""
     shape: tuple[int, ...] | None = None
@@ -57,7 +57,7 @@ class SavedEntry:
         """Who holds it."""
         if self.holder == f"region '{self.owner}'":
             return f"{self.holder} ({self.attribute})"
-        by = {Kind.REGION: f" (region '{self.owner}')", Kind.PACKED: f" (packed by {self.owner})"}
+        by = {Fate.REGION: f" (region '{self.owner}')", Fate.PACKED: f" (packed by {self.owner})"}
         return f"{self.holder}.{self.attribute}{by.get(self.kind, '') if self.owner else ''}"
 
 
@@ -74,22 +74,22 @@ class SavedReport:
     @property
     def held(self) -> list[list[SavedEntry]]:
         """Entries of each storage that the graph holds, parameters left out; largest storage first."""
-        return _by_storage(entry for entry in self.entries if entry.kind is not Kind.PARAMETER)
+        return _by_storage(entry for entry in self.entries if entry.kind is not Fate.PARAMETER)
 
     @property
     def parameters(self) -> list[list[SavedEntry]]:
         """Entries of each parameter's storage among the saved tensors; largest first."""
-        return _by_storage(entry for entry in self.entries if entry.kind is Kind.PARAMETER)
+        return _by_storage(entry for entry in self.entries if entry.kind is Fate.PARAMETER)
 
     @property
     def forgotten(self) -> list[SavedEntry]:
         """Tensors that regions will recompute."""
-        return [entry for entry in self.entries if entry.kind is Kind.FORGOTTEN]
+        return [entry for entry in self.entries if entry.kind is Fate.FORGOTTEN]
 
     @property
     def packed_away(self) -> list[SavedEntry]:
         """What hooks of others packed into something that holds no tensor."""
-        return [entry for entry in self.entries if entry.kind is Kind.PACKED and entry.storage is None]
+        return [entry for entry in self.entries if entry.kind is Fate.PACKED and entry.storage is None]
 
     @property
     def held_bytes(self) -> int:
@@ -187,7 +187,7 @@ class _Finding:
     tensor: Tensor
     holder: str
     attribute: str
-    kind: Kind
+    kind: Fate
     owner: str
 
 
@@ -208,14 +208,14 @@ class _Survey:
         hook = held.unpack_hook
         is_ours = hook is None or (getattr(hook, "__module__", None) or "").startswith("recollect.")
         owner = "" if is_ours else getattr(hook, "__qualname__", type(hook).__qualname__).partition(".")[0]
-        kind = Kind.KEPT if is_ours else Kind.PACKED
+        kind = Fate.KEPT if is_ours else Fate.PACKED
         for part in self._packed.parts(held):
             holder, attribute = (f"region '{part.holder}'", part.what) if part.holder else (node, held.attribute)
-            self._add(part, holder, attribute, Kind.REGION if part.region else kind, part.region or owner)
+            self._add(part, holder, attribute, Fate.REGION if part.region else kind, part.region or owner)
 
-    def _add(self, part: Part, holder: str, attribute: str, kind: Kind, owner: str) -> None:
+    def _add(self, part: Part, holder: str, attribute: str, kind: Fate, owner: str) -> None:
         if part.tensor is not None:
-            kind = kind if part.is_whole else Kind.PACKED
+            kind = kind if part.is_whole else Fate.PACKED
             found = _Finding(tensor=part.tensor, holder=holder, attribute=attribute, kind=kind, owner=owner)
             self._findings.append(found)
             return
@@ -224,7 +224,7 @@ class _Survey:
             SavedEntry(
                 holder=holder,
                 attribute=attribute,
-                kind=Kind.FORGOTTEN if part.is_forgotten else Kind.PACKED,
+                kind=Fate.FORGOTTEN if part.is_forgotten else Fate.PACKED,
                 owner=owner,
                 shape=shape,
                 dtype=dtype,
@@ -245,7 +245,7 @@ class _Survey:
                     SavedEntry(
                         holder=found.holder,
                         attribute=found.attribute,
-                        kind=Kind.PARAMETER if id(storage) in parameters else found.kind,
+                        kind=Fate.PARAMETER if id(storage) in parameters else found.kind,
                         owner=found.owner,
                         shape=_shape_of(found.tensor),
                         dtype=found.tensor.dtype,

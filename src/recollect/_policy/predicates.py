@@ -28,10 +28,10 @@ class Predicate(ABC):
         """The answer for a site."""
 
     def __and__(self, other: Predicate) -> Predicate:
-        return Joined(self, "&", other) if isinstance(other, Predicate) else NotImplemented
+        return Compound(self, "&", other) if isinstance(other, Predicate) else NotImplemented
 
     def __or__(self, other: Predicate) -> Predicate:
-        return Joined(self, "|", other) if isinstance(other, Predicate) else NotImplemented
+        return Compound(self, "|", other) if isinstance(other, Predicate) else NotImplemented
 
     def __bool__(self) -> NoReturn:
         # `and`, `or`, `not` and chained comparisons would silently drop one side.
@@ -61,7 +61,7 @@ class Comparison(Predicate):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Joined(Predicate):
+class Compound(Predicate):
     """Two predicates, both (``&``) or at least one (``|``) of which hold."""
 
     left: Predicate

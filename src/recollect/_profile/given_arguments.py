@@ -24,7 +24,7 @@ class _Shape:
     requires_grad: bool
 
 
-class Given:
+class GivenArguments:
     """The arguments of one call, and the autocast around it. Holds no tensor.
 
     Attributes:

@@ -28,7 +28,7 @@ from torch import is_grad_enabled, nn
 from recollect._core.authors import is_of_user
 from recollect._core.torch_private.calls import Watch
 from recollect._core.torch_private.engine import next_sequence
-from recollect._profile.given_arguments import Given
+from recollect._profile.given_arguments import GivenArguments
 
 # Of one thread. A call is two events and about 200 bytes: 65,000 calls in 13 MB. Older ones are forgotten.
 _MOST_EVENTS = 2**17
@@ -70,7 +70,7 @@ class Tracks:
         self._logs: deque[Log] = deque(maxlen=_MOST_THREADS)
         self._here = _Here(self._logs)
         self._when_failed = when_failed
-        self._given: WeakKeyDictionary[nn.Module, Given] = WeakKeyDictionary()
+        self._given: WeakKeyDictionary[nn.Module, GivenArguments] = WeakKeyDictionary()
         self._watch = Watch(self)
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class Tracks:
         here.depth += 1
         if here.depth == 1 and (args or kwargs):
             with suppress(Exception):  # a class among the arguments that will not be looked at
-                self._given[module] = Given(args, kwargs)
+                self._given[module] = GivenArguments(args, kwargs)
         frame: FrameType | None = _getframe(2)
         while frame is not None and not is_of_user(frame.f_code, frame.f_globals):
             frame = frame.f_back
@@ -110,7 +110,7 @@ class Tracks:
         if self._when_failed is not None:
             self._when_failed(module, error)
 
-    def given(self, module: nn.Module) -> Given | None:
+    def given(self, module: nn.Module) -> GivenArguments | None:
         """What a module was called with last, where no other module called it."""
         return self._given.get(module)
 
@@ -121,18 +121,18 @@ class Tracks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ModuleCall:
     """One call of a module."""
 
     module: nn.Module | None
     """None if it is gone."""
-    parent: Call | None
+    parent: ModuleCall | None
     """The call it was made in, if that was seen."""
     file: str
     line: int
     """Where the user's code makes it; line 0 where no such code was found."""
 
-    def around(self) -> list[Call]:
+    def around(self) -> list[ModuleCall]:
         """This call and those it is made in, outermost last."""
         calls = [self]
         while (parent := calls[-1].parent) is not None:
@@ -144,7 +144,7 @@ class Call:
 class Spot:
     """Where a node was made."""
 
-    call: Call | None
+    call: ModuleCall | None
     """The innermost call; None for one made outside of modules."""
     line: str
     """``model.py:41``, ``model.py:41-44`` for one of these lines, or ``after train.py:30``; empty if unknown."""
@@ -161,24 +161,24 @@ class Spans:
     """
 
     def __init__(self, events: Sequence[Entered | int]) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self._numbers: list[int] = []
-        self._around: list[Call | None] = []  # after each event
-        self._events: list[tuple[Call | None, bool]] = []  # the call of each event, and whether it is entered
+        self._around: list[ModuleCall | None] = []  # after each event
+        self._events: list[tuple[ModuleCall | None, bool]] = []  # the call of each event, and whether it is entered
         self._lines: dict[int, str] = {}
-        open_calls: list[Call] = []
+        open_calls: list[ModuleCall] = []
         for event in events:
             if isinstance(event, int):
                 # An end without a beginning: that has fallen out of the log.
                 self._note(event, open_calls.pop() if open_calls else None, open_calls, is_entered=False)
                 continue
             number, module, file, line = event
-            call = Call(module=module(), parent=open_calls[-1] if open_calls else None, file=file, line=line)
+            call = ModuleCall(module=module(), parent=open_calls[-1] if open_calls else None, file=file, line=line)
             self.calls.append(call)
             open_calls.append(call)
             self._note(number, call, open_calls, is_entered=True)
 
-    def _note(self, number: int, call: Call | None, open_calls: list[Call], *, is_entered: bool) -> None:
+    def _note(self, number: int, call: ModuleCall | None, open_calls: list[ModuleCall], *, is_entered: bool) -> None:
         self._numbers.append(number)
         self._events.append((call, is_entered))
         self._around.append(open_calls[-1] if open_calls else None)

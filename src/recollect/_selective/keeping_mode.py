@@ -34,7 +34,7 @@ from recollect._selective.kept_call import (
     version_of,
 )
 from recollect._selective.kept_calls import KeptCalls, Key
-from recollect._selective.operator_modes import Answer, Decide, OperatorMode, at_places, metas_of, run_and_listen
+from recollect._selective.operator_modes import Decide, OperatorMode, Outcome, at_places, metas_of, run_and_listen
 from recollect._selective.parameters import moves_parameters
 
 
@@ -47,7 +47,7 @@ class _Made:
 
     __slots__ = ("answer", "inputs", "key", "operator", "result", "states", "versions")
 
-    def __init__(self, key: Key, operator: Operator, answer: Answer, inputs: list[Meta]) -> None:
+    def __init__(self, key: Key, operator: Operator, answer: Outcome, inputs: list[Meta]) -> None:
         self.key, self.operator, self.answer, self.inputs = key, operator, answer, inputs
         self.states: States | None = None
         self.result: Any = None
@@ -221,7 +221,7 @@ class KeepingMode(OperatorMode):
             if not kept.prove() and isinstance(kept.line, DecisionLine):
                 kept.line.is_written = True
 
-    def keep_maker(self, value: Tensor) -> Answer | None:
+    def keep_maker(self, value: Tensor) -> Outcome | None:
         """Keep, after the fact, the operator call that made a value or what it is a view of; gives its answer.
 
         None if no such call is known: it ran in a kept block or outside of the region, or wrote the value in place.

@@ -34,7 +34,7 @@ from recollect._selective.kept_calls import Counter, KeptCalls
 from recollect._selective.parameters import moves_parameters
 
 
-class Answer(Protocol):
+class Outcome(Protocol):
     """What becomes of an operator's result: a line of `Decisions`, or whatever else says as much.
 
     Attributes:
@@ -51,7 +51,7 @@ class Answer(Protocol):
     def is_offloaded(self) -> bool: ...
 
 
-Decide = Callable[[Any, Operator, int, tuple[Any, ...], dict[str, Any], Any], Answer]
+Decide = Callable[[Any, Operator, int, tuple[Any, ...], dict[str, Any], Any], Outcome]
 """Asked of each operator after it ran: the operator, facts about it, which call of it, arguments, result."""
 
 

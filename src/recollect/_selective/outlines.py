@@ -17,7 +17,7 @@ from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._recompute.values import digest
 
 
-class Memory:
+class StorageOutline:
     """Stands for a storage, which may be gone."""
 
     __slots__ = ("_bytes", "_storage")
@@ -39,11 +39,11 @@ class Outline:
 
     __slots__ = ("_memory", "_offset", "_stride", "dtype", "shape")
 
-    def __init__(self, tensor: Tensor, memory: Memory) -> None:
+    def __init__(self, tensor: Tensor, memory: StorageOutline) -> None:
         self.dtype, self.shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset, self._memory = int(tensor.storage_offset()), memory
 
-    def untyped_storage(self) -> Memory:
+    def untyped_storage(self) -> StorageOutline:
         """What stands for its memory: the same object for all outlines of tensors that share it."""
         return self._memory
 
@@ -71,14 +71,14 @@ class Outline:
 def share_memory(one: Tensor | Outline, other: Tensor | Outline) -> bool:
     """Whether two tensors, or what is left of them, have or had the same memory."""
     first, second = one.untyped_storage(), other.untyped_storage()
-    if isinstance(first, Memory) and not isinstance(second, Memory):
+    if isinstance(first, StorageOutline) and not isinstance(second, StorageOutline):
         return first.is_of(second)
-    if isinstance(second, Memory) and not isinstance(first, Memory):
+    if isinstance(second, StorageOutline) and not isinstance(first, StorageOutline):
         return second.is_of(first)
     return first is second
 
 
-class Bits:
+class TensorDigest:
     """The bits of a tensor, by their digest, and how they are laid out."""
 
     __slots__ = ("_digest", "_layout")
@@ -118,23 +118,23 @@ class Memories:
     """The storages that a recording has met and does not hold."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Memory] = {}
-        self._bits: dict[tuple[Any, ...], Bits] = {}
+        self._by_id: dict[int, StorageOutline] = {}
+        self._bits: dict[tuple[Any, ...], TensorDigest] = {}
 
     def outline(self, tensor: Tensor) -> Outline:
         """What to remember of a tensor."""
         storage = tensor.untyped_storage()
         memory = self._by_id.get(id(storage))
         if memory is None or not memory.is_of(storage):
-            memory = self._by_id[id(storage)] = Memory(storage)
+            memory = self._by_id[id(storage)] = StorageOutline(storage)
         return Outline(tensor, memory)
 
-    def read_bits(self, tensor: Tensor, outline: Outline) -> Bits:
+    def read_bits(self, tensor: Tensor, outline: Outline) -> TensorDigest:
         """The bits of a tensor; read once for all that are the same part of the same memory."""
         memory = outline.untyped_storage()
         place = (outline.storage_offset(), outline.shape, outline.stride(), outline.dtype, tensor._version)  # noqa: SLF001
         key = (memory, *place)
         found = self._bits.get(key)
         if found is None:
-            found = self._bits[key] = Bits(tensor)
+            found = self._bits[key] = TensorDigest(tensor)
         return found

@@ -8,7 +8,7 @@ from weakref import ref
 from torch import Tensor
 
 from recollect._selective.kept_call import States, has_same_bits
-from recollect._selective.outlines import Bits, Outline
+from recollect._selective.outlines import Outline, TensorDigest
 from recollect._selective.program import NOWHERE, Cast, Link, Listed
 
 
@@ -64,7 +64,7 @@ class Saved(NamedTuple):
     base: int | None
     is_base: bool
     meta: tuple[Any, ...]
-    bits: Bits | None
+    bits: TensorDigest | None
     cast: Cast | None
 
     def has_bits_of(self, value: Tensor) -> bool:

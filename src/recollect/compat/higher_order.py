@@ -21,7 +21,7 @@ from recollect._compile.keys import policy_of
 from recollect._compile.operator import region_operator
 from recollect._compile.wraps import (
     REGION,
-    Added,
+    AddedNodes,
     capture_checkpoint,
     capture_with_grad_mode,
     capture_wrap,
@@ -194,7 +194,7 @@ class _Engine(CallPolicy):
     __slots__ = ("_added", "_answers", "_users")
 
     def __init__(self, users: CallPolicy | None, graph: Graph) -> None:
-        self._users, self._added = users, Added(graph)
+        self._users, self._added = users, AddedNodes(graph)
         self._answers: dict[int, CheckpointPolicy] = {}
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

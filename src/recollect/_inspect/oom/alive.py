@@ -25,10 +25,10 @@ from recollect._apply.targets import find_targets
 from recollect._core.torch_private.engine import sequence_of
 from recollect._core.torch_private.graph import walk
 from recollect._core.torch_private.pytree import tree_leaves
-from recollect._inspect.oom.graph import Graph, Made, Model, Node, find_spot, thread_of
+from recollect._inspect.oom.graph import Graph, Made, NamedModel, Node, find_spot, thread_of
 from recollect._inspect.oom.remedies import Candidate
 from recollect._profile.storages import storages_of
-from recollect._profile.tracks import Call, Tracks
+from recollect._profile.tracks import ModuleCall, Tracks
 
 _MOST_OTHERS = 3
 
@@ -107,7 +107,7 @@ def find_alive(tracks: Tracks, device: str, failed: nn.Module | None = None, nod
     """
     objects = _Objects()
     graph = Graph(objects.tensors, tracks.read())
-    model = Model(graph, objects.modules)
+    model = NamedModel(graph, objects.modules)
     sums = _Sums(device)
     parameters = sums.add(_parameters(objects))
     optimizers = sums.add(_optimizer_states(objects.optimizers))
@@ -289,7 +289,7 @@ class _Saved:
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries.values())
 
-    def places(self, model: Model) -> tuple[SavedPlace, ...]:
+    def places(self, model: NamedModel) -> tuple[SavedPlace, ...]:
         """By module and line."""
         sizes: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
         for entry in self.entries.values():
@@ -304,7 +304,7 @@ class _Saved:
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 
-    def candidates(self, model: Model) -> tuple[Candidate, ...]:
+    def candidates(self, model: NamedModel) -> tuple[Candidate, ...]:
         """The modules that are called, and what each holds that recomputing it would free.
 
         That is what was made in it and is held by its nodes alone; what was made outside, its input above all, has to
@@ -344,14 +344,14 @@ class _Saved:
             self._chains[key] = frozenset(id(call.module) for call in spot.call.around() if call.module is not None)
         return self._chains[key]
 
-    def count_calls(self, model: Model) -> int:
+    def count_calls(self, model: NamedModel) -> int:
         """How many calls of the model made what is held."""
         calls: set[int] = set()
         for entry in self.entries.values():
             for held in entry.holders:
                 spot = find_spot(held)
                 if spot is not None and spot.call is not None:
-                    outermost: Call = spot.call.around()[-1]
+                    outermost: ModuleCall = spot.call.around()[-1]
                     if outermost.module is model.root:
                         calls.add(id(outermost))
         return len(calls)

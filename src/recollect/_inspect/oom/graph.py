@@ -138,7 +138,7 @@ def _knows(spot: Spot | None, leaf: Tensor) -> bool:
     return any(leaf is parameter for parameter in spot.call.module.parameters(recurse=False))
 
 
-class Model:
+class NamedModel:
     """The model among the modules that were called, and the names of all of them."""
 
     def __init__(self, graph: Graph, modules: list[nn.Module]) -> None:

@@ -20,7 +20,7 @@ from recollect._core.profiles import Profile
 from recollect._inspect.calling import held_loss, loss_in
 from recollect._inspect.profile import profile as take_profile
 from recollect._inspect.report import find_all_gains
-from recollect._profile.given_arguments import Given
+from recollect._profile.given_arguments import GivenArguments
 from recollect._report.answer import write_code
 
 ALLOWANCE = 0.05
@@ -65,7 +65,7 @@ class Judgement:
 
 def judge(
     model: nn.Module,
-    given: Given,
+    given: GivenArguments,
     *,
     device: str,
     capacity_bytes: int,
