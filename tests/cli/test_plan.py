@@ -246,7 +246,7 @@ def test_a_failure_of_the_target_shows_its_own_frames(invoke: Invoke, command: s
 def test_a_budget_as_a_share_of_an_unknown_device_is_explained(invoke: Invoke) -> None:
     done = invoke("plan", "blocks:make_model", "--budget", "80%")
     assert done.code == 1
-    assert "the profile does not say how much memory its device has" in done.err
+    assert "a share needs to know how much memory the device has, and the profile does not say" in done.err
 
 
 def test_fit_runs_steps_of_its_own_and_takes_no_script(invoke: Invoke) -> None:
