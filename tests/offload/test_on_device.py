@@ -100,6 +100,7 @@ def test_the_peak_is_lower(net: tuple[Net, Tensor], device: torch.device) -> Non
     assert plain - ours > 0.5 * away.report().out_bytes
 
 
+@pytest.mark.filterwarnings("ignore:offloading to host makes each step wait")  # where others use the link, too
 def test_nothing_is_left_on_the_device(net: tuple[Net, Tensor], device: torch.device) -> None:
     model, x = net
     away = recollect.offload()

@@ -18,7 +18,7 @@ import recollect
 from recollect import Decision, Site, policies
 from recollect._core.torch_private.intercept import Interception
 from recollect._profile.memory import LiveBytes
-from recollect._selective import way
+from recollect._selective import serving, way
 from recollect._selective.knowledge import knowledge_of
 
 MM = torch.ops.aten.mm.default
@@ -286,3 +286,41 @@ def met() -> Iterator[list[Any]]:
 def test_an_interception_meets_the_operators_that_were_chosen_and_no_others(met: list[Any]) -> None:
     (torch.ones(2, 2) @ torch.ones(2, 2)).sin()
     assert met == [MM]
+
+
+class Casting(nn.Module):
+    """Computes something in higher precision, as most norms do; through a view, so that it is not replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(x.to(torch.float64).sin().to(x.dtype))
+        h.view(-1).relu_()
+        y: Tensor = self.down(h)
+        return x + y.to(x.dtype)
+
+
+@pytest.mark.parametrize("around", ["nothing", "autocast", "autocast without its cache"])
+def test_kept_casts_are_served_like_any_operator(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = list[object]()
+
+    class Noted(serving.Serving):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            served.append(self)
+
+    monkeypatch.setattr(way, "Serving", Noted)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Casting() for _ in range(3)))
+    ours = copy.deepcopy(plain)
+    recollect.apply(ours, {"*": policies.save_ops("aten._to_copy.default", "aten.mm.default", "aten.addmm.default")})
+    steps = 5
+    for _ in range(steps):
+        x, is_on = torch.randn(4, 8), around != "nothing"
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on, cache_enabled=around == "autocast"):
+            losses = [module(x).square().sum() for module in (plain, ours)]
+        one, other = (torch.autograd.grad(a, [*b.parameters()]) for a, b in zip(losses, (plain, ours), strict=True))
+        assert_same(list(one), list(other))
+    assert len(served) == len(ours) * (steps - 2)  # all but the call that learns, and the one that proves

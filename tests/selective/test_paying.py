@@ -10,12 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect import policies
-from recollect._selective.recording import Recording
+from recollect._selective import learning
+from tests.watching import Operators
 
 
 @pytest.fixture
 def _on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recording, "device_type", property(lambda _: "cuda"))
+    monkeypatch.setattr(learning, "is_on_accelerator", lambda _: True)
 
 
 def model(width: int = 16) -> nn.Sequential:
@@ -75,3 +76,33 @@ def test_on_a_cpu_it_keeps() -> None:
     for _ in range(3):
         gradients(layers)
     assert flops(layers) < flops(applied("full"))
+
+
+class Choosing(nn.Module):
+    """Two experts, of which each row is given to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(16), nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        weights, choice = self.router(x).softmax(-1).topk(1)
+        made = torch.stack([expert(x).tanh() for expert in self.experts], 1)
+        chosen: Tensor = x + weights * made.gather(1, choice[..., None].expand(-1, -1, 16)).squeeze(1)
+        return chosen
+
+
+@pytest.mark.usefixtures("_on_an_accelerator")
+def test_what_chooses_is_kept_all_the_same() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Choosing() for _ in range(3)))
+    expected = [gradient.clone() for gradient in gradients(layers)]
+    recollect.apply(layers, {"*": "selective"})
+    for _ in range(4):
+        assert all(map(torch.equal, gradients(layers), expected))
+    with Operators() as seen:
+        gradients(layers)
+    assert "topk" not in seen.again
+    assert seen.again.count("addmm") == 3 * len(layers)

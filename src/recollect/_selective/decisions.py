@@ -26,7 +26,7 @@ from recollect._core.operators import (
 )
 from recollect._core.places import Place
 from recollect._core.torch_private.intercept import can_intercept
-from recollect._core.torch_private.schemas import TO_COPY, in_place_of
+from recollect._core.torch_private.schemas import in_place_of
 from recollect._policy.base import Policy, Verdict
 from recollect._policy.judging import judge
 from recollect._selective.program import Program
@@ -320,7 +320,7 @@ def _plain_calls(lines: list[DecisionLine]) -> dict[Any, dict[int, bool]] | None
         operator = operator_of(line.key)
         func, is_tracked, call = line.number or (None, False, 0)
         is_plain = not (line.draws or operator.writes or operator.hides_writes or operator.is_collective)
-        if not is_plain or not is_tracked or func is TO_COPY:
+        if not is_plain or not is_tracked:
             return None
         found.setdefault(func, {})[call] = line.is_written
     return found

@@ -42,7 +42,7 @@ def learn_program(
         recording.broken("no single operator is kept")
     if not decisions.may_record:
         recording.broken("it calls a higher-order operator")
-    if recording.why_broken is None and _is_bound_by_host(recording, knowledge, decisions):
+    if recording.why_broken is None and _is_bound_by_host(frame, recording, knowledge, decisions):
         recording.broken("its operators are too small: running it again without what is kept is faster")
     found = None
     if recording.why_broken is None:
@@ -58,26 +58,32 @@ def learn_program(
     return found
 
 
-def _is_bound_by_host(recording: Recording, knowledge: Knowledge, decisions: Decisions) -> bool:
+def _is_bound_by_host(frame: Frame, recording: Recording, knowledge: Knowledge, decisions: Decisions) -> bool:
     """Whether an accelerator would wait for the host, which a replay keeps busier than running again does.
 
     Where it is close, it is said to: a replay that does keep it waiting takes up to a third more time than running
     again, and one that does not saves a few percent at most. A plan knows better, from times.
     """
-    if knowledge.replays or decisions.ops is None or not recording.saved or recording.device_type in ("cpu", "meta"):
+    if knowledge.replays or decisions.ops is None or not is_on_accelerator(frame):
         return False
     return is_bound_by_host(**_work_of(decisions), calls=len(recording.entries), call_s=FOLLOWED)
 
 
-def drop_what_does_not_pay(recording: Recording, decisions: Decisions) -> None:
+def is_on_accelerator(frame: Frame) -> bool:
+    """Whether what a region saves is on one; not if it saves nothing."""
+    meta = next(filter(None, frame.metas), None)
+    return meta is not None and meta[2].type not in ("cpu", "meta")
+
+
+def drop_what_does_not_pay(frame: Frame, decisions: Decisions) -> None:
     """Keep nothing where the accelerator waits for the host anyway, if the policy was chosen to save time.
 
     To intercept what is kept takes the host as long as to call it again. Measured on an H200, models of 512 tokens that
     are 512 wide took up to 1.26 times full recomputation.
     """
-    if not decisions.policy.keeps_what_pays or not recording.saved or recording.device_type in ("cpu", "meta"):
+    if not decisions.policy.keeps_what_pays or not is_on_accelerator(frame):
         return
-    if is_bound_by_host(**_work_of(decisions), calls=len(recording.entries), call_s=SURELY):
+    if is_bound_by_host(**_work_of(decisions), calls=len(decisions.lines), call_s=SURELY):
         decisions.drop("selective: its operators are too small to be worth keeping")
 
 

@@ -338,11 +338,6 @@ class Recording(FunctionMode):
         self.versions, self.makers, self._refs, self._packed = [], [], [], []
         self._held, self._memories = set(), Memories()
 
-    @property
-    def device_type(self) -> str:
-        """Where what it saves is."""
-        return str(self.saved[0].meta[2].type)
-
     # After forward.
     def check_versions(self) -> None:
         """Break if anything was written into in place."""

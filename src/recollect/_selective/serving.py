@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect._core.operators import operator_of
+from recollect._core.operators import is_cached_cast, operator_of
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth, quick_alias
 from recollect._core.torch_private.intercept import Interception
@@ -78,7 +78,7 @@ class Serving(Server):
 
     def _meet(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give what was kept of this call, or run it."""
-        if not _is_grad_enabled() or current_run() is not self._run:
+        if not _is_grad_enabled() or current_run() is not self._run or is_cached_cast(op, args, kwargs):
             return op(*args, **kwargs)
         counts, key = self._counts, id(op)
         number = counts[key]
@@ -154,8 +154,9 @@ class _Forward:
 
     def _meet(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and keep its result if it is wanted."""
+        is_uncounted = is_cached_cast(op, args, kwargs)
         result = op(*args, **kwargs)
-        if not _is_grad_enabled() or current_run() is not self._run:
+        if is_uncounted or not _is_grad_enabled() or current_run() is not self._run:
             return result
         counts, key = self._counts, id(op)
         number = counts[key]

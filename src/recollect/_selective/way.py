@@ -327,7 +327,7 @@ class SelectiveWay(ServedWay):
             decisions.program, bound = found
             self._replay(frame, decisions.program, bound)
         elif decisions.is_learned and decisions.keeps_ops:
-            drop_what_does_not_pay(recording, decisions)
+            drop_what_does_not_pay(frame, decisions)
         recording.forget()
         self._recording = None
 
