@@ -119,6 +119,34 @@ def test_gradients_accumulate_without_synchronising(ranks: Ranks, engine: str) -
     ranks.run(compare_accumulation, engine)
 
 
+class Writing(nn.ModuleList):
+    """Writes in place through a view, so that it is not replayed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self[0](x)
+        h.view(-1).relu_()
+        result: Tensor = self[1](h)
+        return result
+
+
+def compare_served() -> None:
+    found = []
+    for policy in (None, recollect.policies.save_matmuls):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Writing((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))) for _ in range(2)))
+        replica = DistributedDataParallel(net)
+        if policy is not None:
+            recollect.apply(net, {"*": policy})
+        found.append(train(replica, steps=4))
+        if policy is not None:
+            assert "again without the operators that are kept" in str(recollect.explain(net))
+    assert_same_steps(*found)
+
+
+def test_a_region_that_talks_to_nobody_is_not_watched(ranks: Ranks) -> None:
+    ranks.run(compare_served)
+
+
 # Parameters that a step does not use.
 
 

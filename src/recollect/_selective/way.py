@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from recollect._core.authors import Role
+from recollect._core.operators import operator_of
 from recollect._core.pytree import Arguments
 from recollect._core.torch_private.ambient import has_foreign_function_modes
 from recollect._core.torch_private.collectives import count_collectives, process_groups
@@ -270,7 +271,14 @@ class SelectiveWay(ServedWay):
         saw_wrappers = mode is not None and mode.saw_wrappers
         if saw_wrappers or self._knowledge.sees_names or asker.saw_higher_order or getattr(frame, "nested", None):
             return True
-        return bool(process_groups())  # among several processes nothing is left to what one of them has proven
+        return bool(process_groups()) and self._may_talk(frame)  # there nothing is left to what one rank has proven
+
+    def _may_talk(self, frame: Frame) -> bool:
+        """Whether it was seen to talk to other processes, or does so where nobody sees it."""
+        decisions = self._decisions
+        if decisions.gathers or decisions.blocks or self._knowledge.runs_units(frame.fn):
+            return True
+        return any(operator_of(line.key).is_collective for line in decisions.lines)
 
     def _note_unwatched(self, mode: KeepingMode | None, *, is_as_learned: bool) -> None:
         """A call that was not learned from."""
