@@ -171,7 +171,8 @@ def partitioner(
         TypeError: it is none of these, or more or less than one of `plan`, `planner` and `budget` is given.
         ValueError: the budget cannot be read.
         ImportError: a budget is given, and scipy cannot be imported.
-        BudgetError: when a graph is compiled: no choice fits it.
+        BudgetError: when a graph is compiled: no choice fits it. Dynamo raises an error of its own, which holds this
+            one as ``inner_exception``.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
