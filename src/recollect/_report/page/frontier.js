@@ -3,6 +3,7 @@
 
 const FRONTIER_HEIGHT = 320;
 const LABEL_WIDTH = 130;
+const LINE = 16;
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
 class FrontierChart {
@@ -149,7 +150,9 @@ class FrontierChart {
     const [above, below] = [cy - 8, cy + 14];
     const far = (y) => Math.abs(y - this.labelAt); // from the chosen plan's label
     const isLow = cy > this.ground - 40; // where the budget is written
-    const y = far(above) > far(below) || (isLow && far(above) > 14) ? above : below;
+    const isAbove = far(above) > far(below) || (isLow && far(above) > LINE);
+    const near = isAbove ? above : below;
+    const y = far(near) < LINE ? this.labelAt + (isAbove ? -LINE : LINE) : near;
     return [
       draw("path", { class: "cross", d: `M${cx - 6} ${cy - 6}l12 12m0 -12l-12 12` }, this.title({ ...this.measured, name: "measured" })),
       draw("text", { class: "mark cross-label", x: cx + 10, y }, "measured"),
