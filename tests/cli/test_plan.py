@@ -249,6 +249,13 @@ def test_a_budget_as_a_share_of_an_unknown_device_is_explained(invoke: Invoke) -
     assert "a share needs to know how much memory the device has, and the profile does not say" in done.err
 
 
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_budget_without_its_unit_is_refused_before_anything_runs(invoke: Invoke, command: str) -> None:
+    done = invoke(command, "blocks:make_model", "--budget", "40")
+    assert done.code == 2
+    assert "--budget 40 means 40 bytes, which no step can run in: to say GiB, write 40GiB" in done.err
+
+
 def test_fit_runs_steps_of_its_own_and_takes_no_script(invoke: Invoke) -> None:
     done = invoke("fit", "train.py", "--budget", "min")
     assert done.code == 2

@@ -18,6 +18,8 @@ from recollect._core.spelling import options_typed
 
 T = TypeVar("T")
 
+_FEWEST_BYTES = 1024  # less is a number whose unit was forgotten
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFiles:
@@ -110,6 +112,8 @@ def read_budget(budget: str) -> int | str:
         parse_budget(wanted, device_bytes=1)
     except ValueError as error:
         fail(f"--budget: {error}")
+    if isinstance(wanted, int) and wanted < _FEWEST_BYTES:
+        fail(f"--budget {budget} means {wanted} bytes, which no step can run in: to say GiB, write {wanted}GiB")
     return wanted
 
 
