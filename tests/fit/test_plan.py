@@ -642,3 +642,13 @@ def test_with_all_layers_at_work_nothing_is_said_of_idle_ones() -> None:
     plan = recollect.plan(take(model, torch.ones(64, 32)), budget="min")
     assert plan.regions
     assert not any("did not run" in note for note in plan.notes)
+
+
+def test_a_step_that_computes_something_before_its_model_has_a_lower_bound() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+
+    def step(x: Tensor) -> None:
+        model(torch.sin(x)).square().mean().backward()
+
+    seen = with_fixed_times(recollect.profile(step, torch.randn(64, 16)))
+    assert recollect.plan(seen, budget="min").lower_bound_s is not None

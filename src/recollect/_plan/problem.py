@@ -123,8 +123,10 @@ class Problem:
         for call, made in itertools.groupby(profile.made(), key=lambda one: one.call):
             self.makes[call] = tuple(one.storage for one in made)
         self.saved_by: dict[int, set[int]] = defaultdict(set)
+        self._edges: dict[int, list[Saved]] = defaultdict(list)
         for edge in profile.saved:
             self.saved_by[edge.storage].add(edge.by)
+            self._edges[edge.by].append(edge)
         self.count_saved = Counter(edge.by for edge in profile.saved)
         self.read_by: dict[int, list[int]] = defaultdict(list)
         for number in self.forward:
@@ -162,6 +164,11 @@ class Problem:
     def _casts_parameter(self, number: int) -> bool:
         storages = self.profile.storages
         return any(storages[value.storage].category is Category.PARAMETER for value in self.calls[number].inputs)
+
+    @functools.cached_property
+    def whole(self) -> Run | None:
+        """All of forward as one run, whatever a step does around its model; None if it comes in parts."""
+        return self._make_run("", 0, self.forward_count) if len(self.forward) == self.forward_count else None
 
     def runs_of(self, path: str) -> list[Run]:
         """The runs of a module, in the order of forward."""
@@ -295,9 +302,6 @@ class Problem:
         for number in self.forward:
             for path in reversed(list(paths_above(self.calls[number].module))):
                 numbers.setdefault(path, []).append(number)
-        edges: dict[int, list[Saved]] = defaultdict(list)
-        for edge in self.profile.saved:
-            edges[edge.by].append(edge)
         found: dict[str, list[Run]] = {}
         for path, mine in numbers.items():
             spans: list[list[int]] = []  # of each run, its first and its last call
@@ -307,7 +311,7 @@ class Problem:
                 else:
                     spans.append([number, number])
             own = self._leave_out_parts(path, spans)
-            found[path] = [self._make_run(path, first, last + 1, edges) for first, last in own]
+            found[path] = [self._make_run(path, first, last + 1) for first, last in own]
         return found
 
     def _leave_out_parts(self, path: str, spans: list[list[int]]) -> list[list[int]]:
@@ -332,7 +336,7 @@ class Problem:
         entered = self.calls[number].entered
         return entered is not None and entered in paths_above(path)
 
-    def _make_run(self, path: str, first: int, stop: int, edges: dict[int, list[Saved]]) -> Run:
+    def _make_run(self, path: str, first: int, stop: int) -> Run:
         makes: dict[int, list[int]] = {}
         asks: dict[int, dict[int, None]] = {}
         idle = set[int]()
@@ -344,7 +348,7 @@ class Problem:
                 if storage in makes and makes[storage][-1] != number:
                     makes[storage].append(number)
         for number in range(first, stop):
-            for edge in edges.get(number, ()):
+            for edge in self._edges.get(number, ()):
                 for moment in self.backwards.asked.get(number, ()):
                     asks.setdefault(moment, {})[edge.storage] = None
                 if number not in self.backwards.asked and edge.storage in makes:

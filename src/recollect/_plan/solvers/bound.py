@@ -23,8 +23,7 @@ class Bound:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        runs = problem.runs_of("")
-        self._programs = _make_programs(problem, runs[0]) if len(runs) == 1 else []
+        self._programs = [] if problem.whole is None else _make_programs(problem, problem.whole)
 
     def seconds(self, budget_bytes: int) -> float | None:
         """The least time of the step; None if it cannot be told."""
