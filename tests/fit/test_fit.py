@@ -247,3 +247,12 @@ def test_a_plain_step_that_does_not_fit_is_profiled_on_fake_tensors(
     with caplog.at_level("INFO", "recollect"), recollect.fit(model, x, loss=torch.mean, budget="min") as fitted:
         assert fitted.plan.regions
     assert "the plain step does not fit" in caplog.text
+
+
+def test_a_budget_that_leaves_no_margin_is_met_if_the_step_meets_it() -> None:
+    model, x = make(), TOKENS
+    smallest = recollect.plan(recollect.profile(model, x), budget="min").peak_bytes
+    with recollect.fit(model, x, budget=smallest + 64) as fitted:
+        assert fitted.plan.forecast is not None
+        assert fitted.plan.forecast.measured_peak_bytes is not None
+        assert fitted.plan.forecast.measured_peak_bytes <= smallest + 64

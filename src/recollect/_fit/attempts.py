@@ -23,6 +23,7 @@ from recollect._fit.micro_batches import count_examples, find_weight, refuse_bat
 from recollect._fit.plan import find_device_bytes
 from recollect._fit.plan import plan as make_plan
 from recollect._fit.plan import plan_full as make_full_plan
+from recollect._fit.plan import plan_least as make_least_plan
 from recollect._fit.ranks import Ranks
 from recollect._fit.run import Runner
 from recollect._fit.steps import Steps
@@ -133,6 +134,14 @@ class Attempt:
         made = make_full_plan(self.profile, budget=budget)
         return made if made is None else self._add_levers(made)
 
+    def plan_least(self, budget: int | str) -> Plan | None:
+        """The plan with the smallest peak, if that is within a budget but for its margin; None if it is not."""
+        return self.subject.ranks.decide(lambda: self._plan_least(budget))
+
+    def _plan_least(self, budget: int | str) -> Plan | None:
+        made = make_least_plan(self.profile, budget=budget)
+        return made if made is None else self._add_levers(made)
+
     def cannot_fit(self, budget: int | str) -> bool:
         """Whether no plan can be within a budget, as far as can be told without a search; all processes agree."""
         return self.subject.ranks.decide(lambda: self._cannot_fit(budget))
@@ -187,7 +196,8 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
     """The quickest way, as predicted, to keep a step within a budget; micro-batches only if no other does.
 
     For the smallest peak all levers are tried but micro-batches, with which there would be no end. If no way is found,
-    there is full recomputation, and why nothing better: a prediction may be too high, so the step decides.
+    there is the smallest plan, if it leaves no margin but fits, or full recomputation, and why nothing better: a
+    prediction may be too high, so the step decides.
 
     Raises:
         BudgetError: none does, and full recomputation cannot.
@@ -222,6 +232,8 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
         return last, last.plan(budget), None  # if it was passed over, the refusal tells of it
     except BudgetError as error:
         refusals.append(error)
+    if (least := attempt.plan_least(budget)) is not None:
+        return attempt, least, None
     refusal = _with_suggestion(attempt, asked, budget, min(refusals, key=lambda error: error.smallest_bytes))
     full = None if attempt.cannot_fit(budget) else attempt.plan_full(budget)
     if full is None:

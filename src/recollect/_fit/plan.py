@@ -162,6 +162,16 @@ def plan_full(profile: Profile, *, budget: int | str) -> Plan | None:
     return _write(work, min(known, key=lambda point: point.peak_bytes), asked, 0, "", "")
 
 
+def plan_least(profile: Profile, *, budget: int | str) -> Plan | None:
+    """The plan with the smallest peak, if that is within a budget, with no margin: the step shows whether it fits."""
+    asked = parse_budget(budget, device_bytes=find_device_bytes(profile))
+    work = work_for(profile, None)
+    point = work.frontier().smallest
+    if asked.bytes is None or point.peak_bytes > asked.bytes:
+        return None
+    return _write(work, point, asked, 0, "", "")
+
+
 def _read_wish(plan: Plan) -> int | str:
     """What a plan was asked for.
 
