@@ -269,7 +269,7 @@ class Watched(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.options = options
         self._seen: dict[str, weakref.ref[torch.UntypedStorage]] = {}
-        self._fails = False
+        self._failures: list[str] = []
 
     def forward(self, x: Tensor) -> Any:
         return recollect.checkpoint(self.run, **self.options)(x + 0)
@@ -281,9 +281,8 @@ class Watched(nn.Module):
         gated = squashed * up.exp()
         if recollect.is_recomputing():
             self.show(normed=normed, up=up, squashed=squashed, gated=gated)
-            if self._fails:
-                message = "on purpose"
-                raise KeyError(message)
+            if self._failures:
+                raise KeyError(*self._failures)
         down: Tensor = self.down(gated)
         return down
 
@@ -405,7 +404,7 @@ def test_micro_batches_between_the_halves_keep_to_themselves() -> None:
 def test_a_recomputation_that_fails_leaves_nothing_behind() -> None:
     block = Watched()
     halves = Halves(block, block)
-    block._fails = True
+    block._failures.append("on purpose")
     sharing = Sharing()
     with pytest.raises((KeyError, RuntimeError), match=r"on purpose|Failed to run stage backward"), sharing.resume():
         halves.run_input_half()

@@ -1,6 +1,7 @@
 """Recomputation finds modules as forward found them, and what it does to them is forgotten."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -527,6 +528,76 @@ def test_an_attribute_that_becomes_a_tensor_is_as_it_was_in_forward() -> None:
         (ours,) = torch.autograd.grad(loss, layer.weight)
         assert torch.equal(ours, plain)
         assert isinstance(layer.factor, Tensor)
+
+
+class Tabled(nn.Linear):
+    """Makes a table anew for each length, and remembers for which."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.length, self._table = 0, torch.zeros(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != self.length:
+            self.length, self._table = len(x), torch.arange(len(x)).float()[:, None].cos()
+        return torch.tanh(super().forward(x) * self._table)
+
+
+class Switched(nn.Module):
+    """Has adapters, of which one is active, as PEFT's layers do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({name: nn.Linear(width, width) for name in ("one", "other")})
+        self._active, self._is_disabled = ["one"], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self._active if not self._is_disabled else ():
+            x = torch.tanh(self.adapters[name](x))
+        return x.sin()
+
+
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_matmuls])
+def test_tables_that_calls_of_other_lengths_replace_are_those_of_forward(policy: Any) -> None:
+    def gradients(wrap: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = Tabled(4)
+        call = wrap(layer)
+        found: list[Tensor] = []
+        for _ in range(4):
+            loss = sum(call(torch.ones(length, 4)).sum() for length in (3, 5))
+            found += torch.autograd.grad(cast("Tensor", loss), layer.weight)
+        return found
+
+    ours = gradients(lambda layer: recollect.checkpoint(layer, policy=policy))
+    assert all(map(torch.equal, ours, gradients(lambda layer: layer)))
+
+
+def test_adapters_that_a_caller_switches_between_calls_are_those_of_forward() -> None:
+    def gradients(wrap: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, x = Switched(4), torch.ones(2, 4, requires_grad=True)
+        call, loss = wrap(layer), torch.zeros(())
+        for layer._active, layer._is_disabled in ((["one"], False), (["other"], False), (["one", "other"], True)):
+            loss = loss + call(x).sum()
+        assert layer._is_disabled
+        found = torch.autograd.grad(loss, [x, *layer.parameters()])
+        assert layer._is_disabled
+        assert layer._active == ["one", "other"]
+        return list(found)
+
+    assert all(map(torch.equal, gradients(recollect.checkpoint), gradients(lambda layer: layer)))
+
+
+def test_what_forward_replaces_is_not_held_for_recomputation() -> None:
+    layer = Remembering(4)
+    region = recollect.checkpoint(layer)
+    region(torch.ones(2, 4))
+    assert layer.last is not None
+    before = weakref.ref(layer.last)
+    loss = region(torch.ones(2, 4)).sum()
+    assert before() is None
+    backward(loss)
 
 
 class Remembering(nn.Linear):

@@ -1,7 +1,7 @@
 """What the modules of a region held when forward ran, and their side effects, which happen once.
 
-A region's function is searched for modules (`_core/reachable.py`). At entry their training flags and other plain
-attributes, parameters and buffers are noted, tensors by identity and version. For recomputation
+A region's function is searched for modules (`_core/reachable.py`). At entry their training flags and other attributes,
+parameters and buffers are noted, parameters and buffers by identity and version. For recomputation
 
 * a random generator that a module holds is put back where it stood, see `rng.py`; one that forward itself has made is
   made again;
@@ -73,7 +73,7 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _is_same(now: Any, noted: Any) -> bool:
-    """Whether a plain attribute is what it was. What it has become since, such as a tensor, is not compared."""
+    """Whether an attribute that was replaced has the same value. Only plain ones are compared, not tensors."""
     return type(now) is type(noted) and is_plain(noted) and bool(now == noted)
 
 
@@ -120,7 +120,7 @@ class ModuleState:
             if memory is not None:
                 memory.tree = tree
         self._tree, self._roots, self._settings = tree, roots, settings or []
-        # The plain attributes that forward sets, by module and name; None while it runs.
+        # The attributes that forward sets, by module and name; None while it runs.
         self._own_settings: set[tuple[int, str]] | None = None
         self._new: list[tuple[dict[str, Any], str, bool]] = []  # generators that forward has made
         self._loose = [(ref(tensor), version_of(tensor)) for tensor in loose]
@@ -158,7 +158,7 @@ class ModuleState:
             exempt.add(id(tensor))
 
     def _changed_settings(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """Plain attributes that are not as they were at entry: where each stands, its name, and its value then."""
+        """Attributes that are not as they were at entry: where each stands, its name, and its value then."""
         tree, own = self._tree, self._own_settings or ()
         for number, (module, noted) in enumerate(
             zip(tree.modules(self._roots), tree.name_values(self._settings), strict=True)
@@ -196,6 +196,8 @@ class ModuleState:
         numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
         changed = [(table, name) for table, name, _ in self._changed_settings() if name != _TRAINING]
         self._own_settings = {(numbers[id(table)], name) for table, name in changed}
+        # What it has replaced, such as its last result, lives no longer than without us.
+        self._settings = self._tree.without(self._settings, self._own_settings)
 
     def _learn_late(self) -> None:
         """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""

@@ -1,8 +1,9 @@
 """The modules that a region uses, with the tables in which they keep their parts: found once, then compared.
 
-Beside parameters and buffers, forward reads a module's attributes: flags such as ``training``, numbers, texts. Noted
-are those with public names, of modules other than torch's own layers, of which only dropouts are likely to be changed,
-and other than those of sharding engines, which keep their own books.
+Beside parameters and buffers, forward reads a module's attributes: flags such as ``training``, numbers, texts, tensors,
+collections. Noted are those of modules other than torch's own layers, of which only dropouts are likely to be changed,
+and other than those of sharding engines, which keep their own books. A number is noted by value, a tensor or collection
+by identity: one replaces the other, as a table of positions does that is made anew for each length.
 """
 
 from __future__ import annotations
@@ -24,28 +25,34 @@ _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_paramete
 
 Table = dict[str, Any]
 Settings = Any
-"""Values of a module's plain attributes: of one, the value itself, of several, a tuple."""
+"""Values of a module's attributes: of one, the value itself, of several, a tuple."""
 
 Place = tuple[int, str]
 """An attribute: the number of its module, and its name."""
 
 _TRAINING = "training"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_COLLECTIONS = frozenset({list, tuple, dict, set})
+_TABLES = frozenset(vars(nn.Module())) - {_TRAINING}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an attribute of this value is noted."""
+    """Whether an attribute of this value is noted by value."""
     return type(value) in _PLAIN
 
 
 def _name_settings(module: nn.Module) -> tuple[str, ...]:
-    """The plain attributes that forward may read and its caller may set."""
+    """The attributes that forward may read and its caller may set."""
     table = vars(module)
     own = type(module).__module__
     if own.startswith("torch.") and not isinstance(module, _DROPOUTS):
         return (_TRAINING,) if _TRAINING in table else ()
-    return tuple(name for name, value in table.items() if type(value) in _PLAIN and not name.startswith("_"))
+    return tuple(name for name, value in table.items() if name not in _TABLES and _is_noted(value))
+
+
+def _is_noted(value: Any) -> bool:
+    return is_plain(value) or type(value) in _COLLECTIONS or isinstance(value, Tensor)
 
 
 def _reader_of(names: tuple[str, ...]) -> Callable[[Table], Any]:
@@ -53,7 +60,7 @@ def _reader_of(names: tuple[str, ...]) -> Callable[[Table], Any]:
 
 
 def _read_nothing(_: Table) -> None:
-    """Of a module without plain attributes."""
+    """Of a module without attributes to note."""
 
 
 def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
@@ -124,7 +131,7 @@ class ModuleTree:
         buffers: the same of buffers.
         buffer_counts: how many.
         watched: the parameters that recomputation must find unchanged.
-        setting_names: of each module, the plain attributes that are noted.
+        setting_names: of each module, the attributes that are noted.
         sizes: how many attributes each has, of whatever kind.
         generators: the attributes that are random generators.
         is_new: whether no call has ended since it was made.
@@ -173,7 +180,7 @@ class ModuleTree:
         return [*roots, *self._inner]
 
     def settings(self, roots: list[nn.Module]) -> list[Settings] | None:
-        """The plain attributes of each module, as they are now; None if a module has got or lost one of any kind."""
+        """The noted attributes of each module, as they are now; None if a module has got or lost one of any kind."""
         tables = self._tables(roots)
         if list(map(len, tables)) != self.sizes:
             return None
@@ -186,8 +193,18 @@ class ModuleTree:
         """Whether they are as `settings` gave them."""
         try:
             return self.settings(roots) == noted
-        except (RuntimeError, ValueError):  # something that cannot be compared, such as a tensor, is there instead
+        except (RuntimeError, ValueError, TypeError):  # something that cannot be compared, such as another tensor
             return False
+
+    def without(self, settings: list[Settings], places: set[Place]) -> list[Settings]:
+        """What `settings` gave, less some values, which are let go of."""
+        left = list(settings)
+        for number in {number for number, _ in places}:
+            names = self.setting_names[number]
+            values = settings[number] if len(names) > 1 else (settings[number],)
+            kept = [None if (number, name) in places else value for name, value in zip(names, values, strict=True)]
+            left[number] = tuple(kept) if len(names) > 1 else kept[0]
+        return left
 
     def find_own_generators(self, roots: list[nn.Module]) -> list[Any]:
         """What is there now where the modules had random generators."""
