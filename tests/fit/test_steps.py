@@ -137,3 +137,42 @@ def test_fit_counts_the_state_that_a_step_has_not_made_yet() -> None:
     with recollect.fit(model, (X, Y), step=step, budget=budget):
         step(X, Y)
         assert recollect.profile(step, X, Y, timed=False).peak_bytes <= budget
+
+
+@pytest.mark.parametrize("clears", ["the optimizer's", "the model's", "the optimizer's, to zero"])
+def test_fit_counts_gradients_that_a_step_clears_only_before_its_backward(clears: str) -> None:
+    """So do many loops: then those of the step before are in memory during forward."""
+    model = make()
+    made = torch.optim.SGD(model.parameters(), lr=1e-3)
+    owner: Any = model if clears == "the model's" else made
+    originals = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        owner.zero_grad(set_to_none=clears != "the optimizer's, to zero")
+        loss.backward()
+        made.step()
+
+    step(X, Y)
+    later = recollect.profile(step, X, Y, timed=False).peak_bytes
+    model.zero_grad()
+    with recollect.fit(model, (X, Y), step=step, budget=later * 8 // 10) as fitted:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert fitted.profile.peak_bytes == later
+        step(X, Y)
+        assert recollect.profile(step, X, Y, timed=False).peak_bytes <= later * 8 // 10
+    assert originals == (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
+
+
+def test_a_step_that_clears_gradients_first_is_planned_without_any() -> None:
+    model = make()
+    made = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        made.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        made.step()
+
+    first = recollect.profile(step, X, Y, timed=False).peak_bytes
+    with recollect.fit(model, (X, Y), step=step, budget=first * 8 // 10) as fitted:
+        assert fitted.profile.peak_bytes == first

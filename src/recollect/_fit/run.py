@@ -16,6 +16,7 @@ from recollect._apply.targets import by_name, find_targets
 from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
 from recollect._fit.batches import Call
+from recollect._fit.clearing import Clearing
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
 from recollect._fit.shapes import SeenShapes
@@ -50,7 +51,8 @@ class Runner:
         model: whose modules may become regions.
         call: what is run.
         optimizer: whose state and step are counted.
-        has_gradients: whether there are gradients when it begins, as there are for all micro-batches but the first.
+        has_gradients: whether there are gradients when it begins, as there are for all micro-batches but the first. A
+            step that clears them after its forward is found out.
         progress: called now and then with a number of things done and of things to do, or None.
     """
 
@@ -91,9 +93,13 @@ class Runner:
 
     def _profile_all(self, *, dry: bool = False, once_more: AbstractContextManager[None] | None = None) -> Profile:
         """The step with its optimizer's."""
-        called = SeenShapes()
-        with called.watching(self._model):
+        called, clearing = SeenShapes(), Clearing(self._model)
+        is_step = self._call.function is not self._model
+        with called.watching(self._model), clearing.watching() if is_step else nullcontext():
             seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
+        if clearing.is_late and not self._has_gradients:  # each step but the first begins with those of the last
+            self._has_gradients = True
+            seen = self._profile(self._optimizer, dry=dry)
         self._stepping = _read_stepping(seen)
         if seen.forward_count == len(seen.calls) and self._call.function is not self._model:
             message = (
