@@ -77,8 +77,8 @@ def test_checkpoint_refuses_what_it_cannot_wrap() -> None:
         (lambda: API.checkpoint(steps), TypeError, "calling steps only starts a generator or coroutine"),
         (lambda: API.checkpoint(step), TypeError, "calling step only starts a generator or coroutine"),
         (lambda: API.checkpoint(Net().layers), ValueError, "ModuleList cannot be made a region: it holds modules"),
-        (lambda: API.checkpoint(Net(), name=3), ValueError, "name=3: expected text"),
-        (lambda: API.checkpoint(Net(), name=""), ValueError, "name='': expected text"),
+        (lambda: API.checkpoint(Net(), name=3), ValueError, "name=3: expected a string"),
+        (lambda: API.checkpoint(Net(), name=""), ValueError, "name='': expected a string"),
         (lambda: API.checkpoint(Net(), every=2), TypeError, "every=2: use recollect.apply(model, every=...)"),
         (lambda: API.checkpoint(Net(), rules={}), TypeError, "rules={}: use recollect.apply(model, rules=...)"),
         (lambda: API.checkpoint(fn=Net(), function=Net()), TypeError, "no option function=<module Net>:"),
@@ -197,7 +197,7 @@ def test_profile_refuses_what_is_no_step() -> None:
             "dtype='bf16': expected a floating-point dtype",
         ),
         (lambda: API.profile(Net(), x(), dry=True, dtype=torch.int8), TypeError, "expected a floating-point dtype"),
-        (lambda: API.profile(Net(), x(), name=3), TypeError, "name=3: expected text"),
+        (lambda: API.profile(Net(), x(), name=3), TypeError, "name=3: expected a string"),
         (lambda: API.profile(Net(), x(), progress=3), TypeError, "progress=3: expected a function"),
     ]
     try_all(refuse, wrong)
@@ -214,7 +214,7 @@ def test_plan_and_fit_refuse_what_they_cannot_use() -> None:
         (lambda: API.plan(seen(), budget="8GB", tiers=True), ValueError, "tiers=True: expected 'host', 'disk'"),
         (lambda: API.plan(seen(), budget="8GB", link_bytes_per_s=1e9), ValueError, "nothing is offloaded. Pass tiers="),
         (lambda: API.plan(seen(), budget="8GB", tiers="disk", link_bytes_per_s="5GB"), ValueError, "a number above 0"),
-        (lambda: API.plan(seen(), budget="min", name=3), TypeError, "name=3: expected text"),
+        (lambda: API.plan(seen(), budget="min", name=3), TypeError, "name=3: expected a string"),
         (lambda: API.plan(seen(), budget="min", progress=1), TypeError, "progress=1: expected a function"),
         (lambda: fit(tiers=True), ValueError, "tiers=True: expected 'host', 'disk'"),
         (lambda: fit(tiers="cpu"), ValueError, "or None to offload nothing; did you mean 'host'?"),

@@ -89,7 +89,7 @@ def judge_torch(version: str) -> Check:
     """Whether a version of torch is one that the library is run on.
 
     >>> judge_torch("2.13.0+cpu").state, judge_torch("2.10.1").state, judge_torch("3.0").state
-    (<State.OK: 'ok'>, <State.BROKEN: 'broken'>, <State.LIMITED: 'limited'>)
+    (<CheckState.OK: 'ok'>, <CheckState.BROKEN: 'broken'>, <CheckState.LIMITED: 'limited'>)
     """
     numbers = re.findall(r"\d+", version)
     pair = (int(numbers[0]), int(numbers[1]))
