@@ -288,6 +288,20 @@ def test_an_interception_meets_the_operators_that_were_chosen_and_no_others(met:
     assert met == [MM]
 
 
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every execution that is served."""
+    found = list[object]()
+
+    class Noted(serving.Serving):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            found.append(self)
+
+    monkeypatch.setattr(way, "Serving", Noted)
+    return found
+
+
 class Casting(nn.Module):
     """Computes something in higher precision, as most norms do; through a view, so that it is not replayed."""
 
@@ -303,15 +317,7 @@ class Casting(nn.Module):
 
 
 @pytest.mark.parametrize("around", ["nothing", "autocast", "autocast without its cache"])
-def test_kept_casts_are_served_like_any_operator(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = list[object]()
-
-    class Noted(serving.Serving):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            served.append(self)
-
-    monkeypatch.setattr(way, "Serving", Noted)
+def test_kept_casts_are_served_like_any_operator(around: str, served: list[object]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Casting() for _ in range(3)))
     ours = copy.deepcopy(plain)
@@ -324,3 +330,64 @@ def test_kept_casts_are_served_like_any_operator(around: str, monkeypatch: pytes
         one, other = (torch.autograd.grad(a, [*b.parameters()]) for a, b in zip(losses, (plain, ours), strict=True))
         assert_same(list(one), list(other))
     assert len(served) == len(ours) * (steps - 2)  # all but the call that learns, and the one that proves
+
+
+class Dropping(nn.Module):
+    """Dropout before, in and after what is kept; through a view, so that it is not replayed."""
+
+    def __init__(self, rate: float = 0.3) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(nn.functional.dropout(x, 0.2))
+        h.view(-1).relu_()
+        h = torch.native_dropout(h, self.rate, train=True)[0]
+        y: Tensor = self.down(h)
+        return x + nn.functional.dropout(y, 0.4)
+
+
+KEPT_DROPOUT = policies.save_ops("aten.native_dropout.default", "aten.addmm.default")
+
+
+@pytest.mark.parametrize("rates", [(0.3,) * 5, (0.0, 0.0, 0.0, 0.5, 0.5)], ids=["constant", "rising"])
+def test_kept_random_operators_are_served_and_what_follows_draws_the_same_numbers(
+    rates: tuple[float, ...], served: list[object]
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Dropping() for _ in range(3)))
+    ours = copy.deepcopy(plain)
+    recollect.apply(ours, {"*": KEPT_DROPOUT})
+    for step, rate in enumerate(rates):
+        for module in (*plain, *ours):
+            module.rate = rate
+        x = torch.randn(4, 8)
+        assert_same(gradients(plain, plain, x, step), gradients(ours, ours, x, step))
+    assert len(served) >= len(ours) * (len(rates) - 2)
+
+
+class DroppingOnce(nn.Module):
+    """Draws only where it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(x)
+        h.view(-1).relu_()
+        return torch.native_dropout(h, 0.5, train=True)[0].sin().cos()
+
+
+@pytest.mark.parametrize("policy", [KEPT_DROPOUT, policies.save_modules("0")], ids=["operators", "modules"])
+def test_generators_that_are_not_preserved_are_never_set_back(policy: Any) -> None:
+    blocks = [nn.Sequential(DroppingOnce(), nn.Tanh()) for _ in range(3)]
+    regions = [recollect.checkpoint(block, policy=policy, preserve_rng=False) for block in blocks]
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        for region in regions:
+            x = region(x)
+        before = torch.get_rng_state()
+        x.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)

@@ -216,7 +216,7 @@ class Forward(Side[KeepingMode]):
                 kept.must_rerun = True
             else:
                 kept = self._kept(line, result)
-                if before:
+                if before and self.kept_calls.preserves:
                     kept.states = moved_states(before, self._states(given, args, kwargs))
                 if marks and self._modules is not None:
                     kept.moved = self._modules.moved(marks)

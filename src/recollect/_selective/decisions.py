@@ -314,12 +314,12 @@ def _is_shared(line: DecisionLine) -> bool:
 
 
 def _plain_calls(lines: list[DecisionLine]) -> dict[Any, dict[int, bool]] | None:
-    """The calls of each operator, and whether a copy is kept; None if one of them draws, writes or has no gradients."""
+    """The calls of each operator, and whether a copy is kept; None if one of them writes or has no gradients."""
     found: dict[Any, dict[int, bool]] = {}
     for line in lines:
         operator = operator_of(line.key)
         func, is_tracked, call = line.number or (None, False, 0)
-        is_plain = not (line.draws or operator.writes or operator.hides_writes or operator.is_collective)
+        is_plain = not (operator.writes or operator.hides_writes or operator.is_collective)
         if not is_plain or not is_tracked:
             return None
         found.setdefault(func, {})[call] = line.is_written

@@ -198,7 +198,8 @@ class KeepingMode(OperatorMode):
         kept = KeptCall.of(made.operator.name, result, alias_with_version)
         if type(result) is not Tensor:
             kept.look_inside(tensors_in(result), alias_with_version)
-        kept.place, kept.inputs, kept.states = made.answer.place, made.inputs, made.states
+        kept.place, kept.inputs = made.answer.place, made.inputs
+        kept.states = made.states if self._kept_calls.preserves else None
         kept.line, kept.position = made.answer, len(self._saved)
         self._kept_calls.offloads = self._kept_calls.offloads or made.answer.is_offloaded
         if made.operator.writes and not made.operator.fills:  # its own write shows in the version only after this

@@ -83,12 +83,14 @@ class KeptCalls:
         inside: inside another region: what is handed to it.
         tally: how many operators were kept.
         offloads: whether some of it is to live elsewhere.
+        preserves: whether torch's generators stand in recomputation where they stood in forward: only then are they
+            moved on where a call is left out that drew from them.
     """
 
-    __slots__ = ("_is_packed", "calls", "inside", "offloads", "region", "tally")
+    __slots__ = ("_is_packed", "calls", "inside", "offloads", "preserves", "region", "tally")
 
-    def __init__(self, region: str, inside: KeptInside | None = None) -> None:
-        self.region, self.inside = region, inside
+    def __init__(self, region: str, inside: KeptInside | None = None, *, preserves: bool = True) -> None:
+        self.region, self.inside, self.preserves = region, inside, preserves
         self.calls: dict[Key, KeptCall] = {}
         self.tally = Tally()
         self._is_packed = self.offloads = False

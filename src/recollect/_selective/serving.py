@@ -1,7 +1,7 @@
 """Keeps single operators at the least cost: in forward their results, which recomputation is given in their place.
 
-For what is plain: operators that neither draw, write nor talk to other processes, called with grad mode on, in a region
-that stands alone and keeps nothing else. Only those operators are intercepted; everything else runs as if nobody
+For what is plain: operators that neither write nor talk to other processes, called with grad mode on, in a region that
+stands alone and keeps nothing else. Only those operators are intercepted; everything else runs as if nobody
 looked on. `operator_modes.py` does the same for whatever is not plain.
 """
 
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect._core.operators import is_cached_cast, operator_of
+from recollect._core.operators import is_cached_cast, operator_of, tensors_in
 from recollect._core.scope import current_run, is_last_recomputation
 from recollect._core.torch_private.dispatch import DispatchMode, dispatch_mode_depth, quick_alias
 from recollect._core.torch_private.intercept import Interception
 from recollect._recompute.hooks import StopRecomputation
-from recollect._selective.kept_call import copy_unseen
+from recollect._recompute.rng import put_back
+from recollect._selective.kept_call import States, copy_unseen, moved_states, read_states, sources_of
 from recollect._selective.kept_calls import Slipped
 from recollect._selective.served_way import Server
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 Wanted = dict[Any, dict[int, bool]]
 """By operator: which of its calls are kept, and whether as a copy, because the function writes into the result."""
+
+DrawnStates = dict["Call", States]
+"""By call: where the generators that it moved stood afterwards."""
 
 Call = tuple[int, int]
 """An operator, by its id, and the number of its call: torch hashes operators in Python, 0.15 µs each time."""
@@ -47,14 +51,21 @@ class Serving(Server):
         wanted: what to keep.
         unneeded: calls that recomputation stops before; added to.
         saved: grows with each tensor that forward saves.
+        preserves: whether generators stand in recomputation where they stood in forward.
     """
 
-    __slots__ = ("_counts", "_driver", "_region", "_run", "_unneeded", "calls", "count_made", "forward", "is_off")
+    __slots__ = (
+        *("_counts", "_driver", "_region", "_run", "_states", "_unneeded"),
+        *("calls", "count_made", "forward", "is_off"),
+    )
 
-    def __init__(self, region: str, wanted: Wanted, unneeded: set[Any], saved: Sequence[Any]) -> None:
+    def __init__(
+        self, region: str, wanted: Wanted, unneeded: set[Any], saved: Sequence[Any], *, preserves: bool = True
+    ) -> None:
         self._region, self._unneeded = region, unneeded
         self.calls: dict[Call, Kept] = {}
-        self.forward = _Forward(wanted, unneeded, saved, self.calls)
+        self._states: DrawnStates = {}
+        self.forward = _Forward(wanted, unneeded, saved, self.calls, self._states if preserves else None)
         self.count_made: Callable[[], int] = int
         self.is_off = False
         self._driver: Interception | _Mode | None = None
@@ -96,6 +107,8 @@ class Serving(Server):
             raise Slipped(message)
         if versions != _versions(result):  # written into since: what it was is lost
             return op(*args, **kwargs)
+        if self._states:
+            put_back(self._states.get((key, number), []))
         if is_last:
             return result
         return _map(copy_unseen if is_copy else Tensor.detach, result)
@@ -134,11 +147,22 @@ class _Forward:
         count_wanted: how many calls it has met that are to be kept.
     """
 
-    __slots__ = ("_calls", "_counts", "_driver", "_run", "_saved", "_unneeded", "_wanted", "count_wanted", "ops")
+    __slots__ = (
+        *("_calls", "_counts", "_driver", "_random", "_run", "_saved", "_states", "_unneeded", "_wanted"),
+        *("count_wanted", "ops"),
+    )
 
-    def __init__(self, wanted: Wanted, unneeded: set[Any], saved: Sequence[Any], calls: dict[Call, Kept]) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        unneeded: set[Any],
+        saved: Sequence[Any],
+        calls: dict[Call, Kept],
+        states: DrawnStates | None,
+    ) -> None:
         self._wanted = {id(op): numbers for op, numbers in wanted.items()}
-        self._unneeded, self._saved, self._calls = unneeded, saved, calls
+        self._random = {id(op) for op in wanted if states is not None and operator_of(op).is_random}
+        self._unneeded, self._saved, self._calls, self._states = unneeded, saved, calls, states
         self.ops = frozenset(wanted)
         self._counts = dict.fromkeys(self._wanted, 0)
         self.count_wanted = 0
@@ -154,20 +178,30 @@ class _Forward:
 
     def _meet(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and keep its result if it is wanted."""
-        is_uncounted = is_cached_cast(op, args, kwargs)
-        result = op(*args, **kwargs)
-        if is_uncounted or not _is_grad_enabled() or current_run() is not self._run:
-            return result
+        if not _is_grad_enabled() or current_run() is not self._run or is_cached_cast(op, args, kwargs):
+            return op(*args, **kwargs)
         counts, key = self._counts, id(op)
         number = counts[key]
         counts[key] = number + 1
         is_copy = self._wanted[key].get(number)
         if is_copy is None:
-            return result
+            return op(*args, **kwargs)
         self.count_wanted += 1
-        if (key, number) not in self._unneeded:
+        call = key, number
+        result = self._run_drawing(call, op, args, kwargs) if key in self._random else op(*args, **kwargs)
+        if call not in self._unneeded:
             kept = _map(copy_unseen if is_copy else quick_alias, result)
-            self._calls[key, number] = (kept, _versions(kept), len(self._saved), is_copy)
+            self._calls[call] = (kept, _versions(kept), len(self._saved), is_copy)
+        return result
+
+    def _run_drawing(self, call: Call, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that may draw random numbers, and note where the generators stand afterwards."""
+        sources = sources_of(tensors_in(args, kwargs), (*args, *kwargs.values()))
+        before = read_states(sources)
+        result = op(*args, **kwargs)
+        moved = moved_states(before, read_states(sources))
+        if moved is not None and self._states is not None:
+            self._states[call] = moved
         return result
 
 

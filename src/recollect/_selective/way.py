@@ -100,7 +100,10 @@ class SelectiveWay(ServedWay):
             return (following, nullcontext()), following.packer(frame)
         if hooks is None and self._may_serve(frame):
             assert decisions.wanted is not None
-            serving = self._serving = Serving(frame.name, decisions.wanted, decisions.unneeded, frame.handles)
+            preserves = "torch" in frame.around.preserved
+            serving = self._serving = Serving(
+                frame.name, decisions.wanted, decisions.unneeded, frame.handles, preserves=preserves
+            )
             return (serving.forward, serving), frame.pack()
         return None
 
@@ -110,7 +113,7 @@ class SelectiveWay(ServedWay):
     def _make_sides(self, frame: Frame, arguments: Arguments, hooks: Hooks | None) -> Sides:
         knowledge, decisions = self._knowledge, self._decisions
         inside = kept_inside(hooks)
-        kept_calls = KeptCalls(frame.name, inside)
+        kept_calls = KeptCalls(frame.name, inside, preserves="torch" in frame.around.preserved)
         scopes: list[str] = []
         self._is_decided_outside = inside is not None and inside.keys is not None
         is_new = not decisions.is_learned
