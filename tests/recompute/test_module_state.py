@@ -530,6 +530,20 @@ def test_an_attribute_that_becomes_a_tensor_is_as_it_was_in_forward() -> None:
         assert isinstance(layer.factor, Tensor)
 
 
+def test_a_part_that_is_replaced_before_backward_is_that_of_forward() -> None:
+    first, x = nn.Linear(4, 4), torch.ones(2, 4)
+    block = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    (plain,) = torch.autograd.grad(block(x).sum(), first.weight)
+    for _ in range(2):
+        block[0], block[3] = first, nn.Tanh()
+        loss = recollect.checkpoint(block)(x).sum()
+        block[0], block[3] = nn.Linear(4, 4), nn.Identity()
+        (ours,) = torch.autograd.grad(loss, first.weight)
+        assert torch.equal(ours, plain)
+        assert isinstance(block[3], nn.Identity)
+        assert block[0] is not first
+
+
 class Tabled(nn.Linear):
     """Makes a table anew for each length, and remembers for which."""
 

@@ -7,7 +7,7 @@ parameters and buffers are noted, parameters and buffers by identity and version
   made again;
 * an attribute that has been set since by whoever calls the module (a scale) is as it was at entry, and afterwards as it
   was before; one that forward itself sets (a counter) is left alone, unless it is declared;
-* a tensor that has been *replaced* since (``functional_call``, a swapped parameter) is put back for its duration,
+* a tensor or a part that has been *replaced* since (``functional_call``, a swapped parameter) is put back meanwhile,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
@@ -84,7 +84,7 @@ def _layout(tensor: object) -> tuple[Any, Any]:
 _quick_version = attrgetter("_version")
 
 Mark = tuple[nn.Module, str, Any, int | None]
-Pair = tuple[nn.Module, dict[str, Any], str, "Tensor | None"]
+Pair = tuple[nn.Module, dict[str, Any], str, Any]
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
@@ -285,14 +285,14 @@ class ModuleState:
         return changed
 
     def _pairs(self, kind: int) -> Iterator[Pair]:
-        """Each noted parameter (0) or buffer (1): its module, the table and name it stood under, and itself.
+        """Each noted parameter (0), buffer (1) or part (2): its module, the table and name it stood under, and itself.
 
         Found by position: what a module adds later, it adds behind. One that has taken some away is left alone.
         """
         tree = self._tree
-        noted = iter(tree.buffers if kind else tree.parameters)
-        counts = tree.buffer_counts if kind else tree.parameter_counts
-        tables = tree.tables(self._roots, of_buffers=bool(kind))
+        noted: Iterator[Any] = iter((tree.parameters, tree.buffers, tree.children)[kind])
+        counts = (tree.parameter_counts, tree.buffer_counts, tree.child_counts)[kind]
+        tables = tree.tables(self._roots)[kind]
         for module, table, count in zip(tree.modules(self._roots), tables, counts, strict=True):
             held = list(islice(noted, count))
             if len(table) >= count:
@@ -300,7 +300,7 @@ class ModuleState:
                     yield module, table, name, tensor
 
     def _put(self, stack: ExitStack) -> None:
-        for kind in (0, 1):
+        for kind in (0, 1, 2):
             for module, table, name, tensor in self._pairs(kind):
                 now = table[name]
                 # A sharding engine swaps a parameter for its shard and back around its units: its business. FSDP

@@ -130,6 +130,8 @@ class ModuleTree:
         parameter_counts: how many each held.
         buffers: the same of buffers.
         buffer_counts: how many.
+        children: the same of modules that are part of them.
+        child_counts: how many.
         watched: the parameters that recomputation must find unchanged.
         setting_names: of each module, the attributes that are noted.
         sizes: how many attributes each has, of whatever kind.
@@ -139,8 +141,8 @@ class ModuleTree:
 
     __slots__ = (
         *("_empty", "_filled", "_inner", "_inner_attributes", "_parts", "_readers", "_roots", "_unset"),
-        *("buffer_counts", "buffers", "generators", "is_new", "parameter_counts", "parameters", "setting_names"),
-        *("sizes", "watched"),
+        *("buffer_counts", "buffers", "child_counts", "children", "generators", "is_new", "parameter_counts"),
+        *("parameters", "setting_names", "sizes", "watched"),
     )
 
     def __init__(self, roots: list[nn.Module]) -> None:
@@ -152,7 +154,10 @@ class ModuleTree:
         self.buffers: list[Tensor | None] = _values(buffers)
         # How many of those each module has: what it adds later, it adds behind them.
         self.parameter_counts, self.buffer_counts = list(map(len, parameters)), list(map(len, buffers))
-        tables = [*map(_children, attributes), *parameters, *buffers]
+        children = list(map(_children, attributes))
+        self.children: list[nn.Module | None] = _values(children)
+        self.child_counts = list(map(len, children))
+        tables = [*children, *parameters, *buffers]
         # Apart, because most are empty, and to see that they still are takes less than to read them.
         self._empty = [table for table in tables if not table]
         self._filled = [table for table in tables if table]
@@ -231,6 +236,7 @@ class ModuleTree:
         for names, values in zip(self.setting_names, settings, strict=True):
             yield dict(zip(names, values, strict=True)) if len(names) > 1 else dict.fromkeys(names, values)
 
-    def tables(self, roots: list[nn.Module], *, of_buffers: bool) -> Iterator[Table]:
-        """The table of parameters, or of buffers, that each has now."""
-        return map(_buffers if of_buffers else _parameters, self._tables(roots))
+    def tables(self, roots: list[nn.Module]) -> tuple[Iterator[Table], Iterator[Table], Iterator[Table]]:
+        """The tables of parameters, of buffers and of parts that each has now."""
+        now = self._tables(roots)
+        return map(_parameters, now), map(_buffers, now), map(_children, now)
