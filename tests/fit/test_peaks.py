@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import recollect
 from recollect import Plan, Profile
 from recollect._plan.problem import Problem
+from recollect._plan.treatments import PlannedWay, Treatment, find_recomputed
 from recollect._plan.ways import can_replay
 from tests.timing import with_fixed_times
 
@@ -324,3 +325,32 @@ def test_where_two_passes_share_a_graph_each_makes_its_values_again(share: float
         measured = recollect.profile(step).peak_bytes
     assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes
     assert plan.peak_bytes < 0.8 * seen.peak_bytes
+
+
+class Composed(nn.Module):
+    """Attention with dropout, which the CPU composes of many operators: one call of torch all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        more: Tensor = x + self.out(found.transpose(1, 2).flatten(2))
+        return more
+
+
+def test_replay_makes_whole_calls_of_torch() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Composed() for _ in range(4))), torch.randn(4, 64, 16)
+    seen = with_fixed_times(recollect.profile(model, x))
+    problem = Problem(seen)
+    run = problem.runs_of("1")[0]
+    kept = next(at for at in run.makes if "addmm" in problem.calls[run.makes[at][0]].op)
+    treatment = Treatment(way=PlannedWay.REPLAY, kept=frozenset([kept]))
+    again = {number for _, calls in find_recomputed(problem, run, treatment) for number in calls}
+    inside = {number for number in range(run.first, run.stop) if "bernoulli" in problem.calls[number].op}
+    (attention,) = {problem.calls[number].within for number in inside}
+    whole = {number for number in range(run.first, run.stop) if problem.calls[number].within == attention}
+    assert whole - problem.inner_casts <= again

@@ -232,7 +232,7 @@ def choose_attempt(subject: Subject, asked: Asked, budget: int | str) -> tuple[A
         return last, last.plan(budget), None  # if it was passed over, the refusal tells of it
     except BudgetError as error:
         refusals.append(error)
-    if (least := attempt.plan_least(budget)) is not None:
+    if not attempt.cannot_fit(budget) and (least := attempt.plan_least(budget)) is not None:
         return attempt, least, None
     refusal = _with_suggestion(attempt, asked, budget, min(refusals, key=lambda error: error.smallest_bytes))
     full = None if attempt.cannot_fit(budget) else attempt.plan_full(budget)

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from recollect._plan.groups import find_groups
 from recollect._plan.names import find_named, name_kept
 from recollect._plan.prices import Added
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, rehearse
 from recollect._plan.segments import Segment
 from recollect._plan.treatments import PlannedWay, Treatment
-from recollect._plan.ways import can_be_kept, find_groups, find_held_for
+from recollect._plan.ways import can_be_kept, find_held_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from recollect._core.timetables import SeenValue
 from recollect._plan.endings import list_ends
+from recollect._plan.groups import find_returns
 from recollect._plan.joins import find_begin, find_given, find_joins
 from recollect._plan.journeys import find_absences
 from recollect._plan.occupancy import Order
@@ -116,6 +117,8 @@ class _Stage:
         self._steps, self._owners = order.calls, order.owners
         self._at, self._before = order.at, order.before
         self._passes = [self._before[start] for start in problem.backwards.starts]
+        replayed = {at: run for at, (run, treatment) in enumerate(chosen) if treatment.way is PlannedWay.REPLAY}
+        self._returns = find_returns(problem, replayed, self._owners, self._steps)
 
     def play(self, *, is_timed: bool) -> Rehearsal:
         problem, steps = self._problem, self._steps
@@ -269,6 +272,8 @@ class _Stage:
                 stop = max([stop, *(self._before[moment] for moment in released)])
             elif is_saved and end is not None:
                 stop = max(stop, self._before[end])
+            elif treatment.way is PlannedWay.REPLAY and not is_saved:
+                stop = max(stop, self._find_dropped(storage, first))
             elif treatment.way is not PlannedWay.REPLAY:  # code holds it as in forward, and at its end all that is left
                 held = own[index, nth][-1] + 1 - first
                 stop = max(stop, first + (held if end is None else min(held, end - run.makes[storage][0])))
@@ -306,6 +311,15 @@ class _Stage:
         """The backward pass in which a step runs."""
         return max(0, bisect.bisect_right(self._passes, step) - 1)
 
+    def _find_dropped(self, storage: int, first: int) -> int:
+        """The step before which a call of torch that is made again lets go of what it makes inside: as in forward."""
+        end = self._problem.spans[storage][1]
+        last = self._returns[first]
+        if end is None:
+            return last
+        steps = range(first + 1, last)
+        return next((step for step in steps if self._steps[step] >= end), last)
+
     def _find_served(self, steps: Sequence[int], storage: int) -> int:
         """The step before which code that runs again lets go of a result that it is served: where it did in forward."""
         end = self._problem.spans[storage][1]
@@ -321,12 +335,13 @@ class _Stage:
         parts = [(treatment.kept, self._forgotten(index)) for index, (_, treatment) in enumerate(self._chosen)]
         for step, index in self._owners.items():
             call, (kept, forgotten), nth = self._steps[step], parts[index], self._pass_of(step)
+            done = self._returns.get(step, step + 1)  # until a call of torch returns, its caller holds what it is given
             for storage in problem.reads[call]:
                 copy = made.get((index, nth, storage))
                 if copy is not None:
-                    copy[1] = step
+                    copy[1] = max(copy[1], step if self._returns.get(copy[0]) == done else done - 1)
                 elif storage not in forgotten:
-                    self._hold(ends, storage, step + 1)
+                    self._hold(ends, storage, done)
             for storage in problem.makes[call]:
                 if storage not in kept:
                     made[index, nth, storage] = [step, step]

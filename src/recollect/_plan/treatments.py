@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from recollect._plan.groups import group_of
 from recollect._plan.overheads import name_overhead
 from recollect._plan.problem import Problem, Run
 
@@ -94,8 +95,9 @@ def find_recomputed(
 def _find_replayed(
     problem: Problem, run: Run, kept: frozenset[int], given: Given | None
 ) -> list[tuple[int, list[int]]]:
-    """The same for replay, which makes what is missing when it is asked for."""
+    """The same for replay, which makes what is missing when it is asked for, by whole calls of torch."""
     there, nth = set[int](), -1
+    groups = group_of(problem, run)
     found = []
     asks = run.asks if given is None else sorted([(given.moment, tuple(given.storages)), *run.asks])
     for moment, storages in asks:
@@ -104,8 +106,8 @@ def _find_replayed(
         missing = [storage for storage in storages if storage in run.makes and storage not in there]
         again: set[int] = set()
         while missing:
-            for call in run.makes[missing.pop()]:
-                if call not in again:
+            for maker in run.makes[missing.pop()]:
+                for call in groups[maker] if maker not in again else ():
                     again.add(call)
                     missing += [at for at in problem.reads[call] if at in run.makes and at not in there]
         for call in again:

@@ -7,7 +7,6 @@ switched inside of a module, arguments that may change, code that is compiled al
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator
 
@@ -15,6 +14,7 @@ from recollect._core.calls import OpCall
 from recollect._core.pace import is_bound_by_host
 from recollect._core.profiles import Clock
 from recollect._core.queues import reads_values
+from recollect._plan.groups import find_groups, place_of_call
 from recollect._plan.problem import Problem, Run
 from recollect._plan.treatments import PlannedWay, Treatment, find_recomputed
 
@@ -28,7 +28,6 @@ _SIZED_BY_VALUES = (
     "aten.unique",
 )
 _NUMBERS = re.compile(r"(?<![^._])\d+(?=\.|$)")
-_PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its own calls it
 
 
 def find_way(problem: Problem, run: Run, kept: Collection[int] = ()) -> PlannedWay:
@@ -277,35 +276,6 @@ def find_sendable(problem: Problem, run: Run, kept: Collection[int]) -> Iterator
                 and all(run.first <= by < run.stop for by in problem.saved_by.get(storage, ()))
             ):
                 yield storage
-
-
-def find_groups(problem: Problem, run: Run) -> Iterator[list[int]]:
-    """Calls that one call of torch makes: replay makes all of them again or none, casts of what it is given apart.
-
-    Where the profile does not say which these are, it is told as far as it can be: parts of a norm, or of attention,
-    that have no kernel of their own.
-    """
-    for place, group in itertools.groupby(range(run.first, run.stop), key=lambda at: place_of_call(problem, at)):
-        numbers = list(group)
-        yield from ([number] for number in numbers if number in problem.inner_casts)
-        numbers = [number for number in numbers if number not in problem.inner_casts]
-        if not numbers:
-            continue
-        if isinstance(place, int):
-            yield numbers
-            continue
-        calls = [problem.calls[at] for at in numbers]
-        is_layer = calls[0].module in problem.leaves and not any(call.flops for call in calls)
-        if is_layer or any(_PART_OF_ATTENTION in call.op for call in calls):
-            yield numbers
-        else:
-            yield from ([at] for at in numbers)
-
-
-def place_of_call(problem: Problem, number: int) -> object:
-    """What calls that one call of torch makes have in common."""
-    call = problem.calls[number]
-    return (call.module, call.source) if call.within is None else call.within
 
 
 def is_unfilled(call: OpCall) -> bool:

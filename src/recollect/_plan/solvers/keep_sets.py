@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from recollect._plan.groups import find_groups
 from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.highs import Model
@@ -25,7 +26,6 @@ from recollect._plan.ways import (
     find_copied,
     find_copying,
     find_forced,
-    find_groups,
     find_held_for,
     line_of,
 )
