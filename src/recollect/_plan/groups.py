@@ -11,11 +11,14 @@ _PART_OF_ATTENTION = "_safe_softmax"  # only attention that has no kernel of its
 
 
 def group_of(problem: Problem, run: Run) -> dict[int, list[int]]:
-    """For each call of a run those that one call of torch makes with it; found once."""
+    """For each call of a run those that one call of torch makes with it, but for views; found once."""
     known: dict[tuple[str, int], dict[int, list[int]]] = problem.derived.setdefault("groups", {})
     key = (run.path, run.first)
     if key not in known:
-        known[key] = {number: group for group in find_groups(problem, run) for number in group}
+        known[key] = {}
+        for group in find_groups(problem, run):
+            own = [number for number in group if problem.makes[number] or problem.calls[number].writes]
+            known[key].update(dict.fromkeys(group, own))
     return known[key]
 
 
