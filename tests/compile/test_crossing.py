@@ -70,6 +70,27 @@ def test_other_values_are_left_to_inductor(graph: fx.Graph) -> None:
     assert not find_crossing(fx.GraphModule(nn.Module(), graph))
 
 
+class Biased(Joining):
+    """The gradient of a layer's result is read by a product, and by the sum that is its bias's gradient."""
+
+    def __init__(self) -> None:
+        fx.Graph.__init__(self)
+        given, weight = self._given("tangents_0"), self._given("primals_0")
+        gradient = self._call(torch.ops.aten.sin.default, self._call(torch.ops.aten.mm.default, given, weight))
+        product = self._call(torch.ops.aten.mm.default, gradient, weight)
+        total = self.call_function(torch.ops.aten.sum.dim_IntList, (gradient, [0]))
+        total.meta["val"] = torch.empty(SIDE)
+        last = self._call(torch.ops.aten.mm.default, product, weight)
+        self.output((last, total))
+
+
+def test_a_sum_is_made_before_the_next_product_where_a_prediction_is_to_hold() -> None:
+    module = fx.GraphModule(nn.Module(), Biased())
+    assert not find_crossing(module)
+    ((kernel, values),) = find_crossing(module, with_sums=True).items()
+    assert (kernel.name, [value.name for value in values]) == ("mm_default_2", ["sum_dim_int_list"])
+
+
 class Residual(nn.Module):
     """A block of a ResNet."""
 
@@ -94,6 +115,47 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
+
+
+class Convnext(nn.Module):
+    """A block of a ConvNeXt."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.near = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.near(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+
+
+@pytest.mark.kernels
+def test_under_inductor_a_convnext_stays_within_its_budget() -> None:
+    pytest.importorskip("scipy")
+    torch.manual_seed(0)
+    stages = (*(Convnext(32) for _ in range(3)), nn.Conv2d(32, 64, 2, 2), *(Convnext(64) for _ in range(3)))
+    model, x = Net(nn.Conv2d(3, 32, 4, 4), *stages), torch.randn(8, 3, 64, 64)
+    held = sum(one.nbytes for one in (*model.parameters(), x))
+    plain = peak_of(model, x)
+    own = {"custom_partitioner_fn": partitioner(budget=int(held + 0.6 * plain))}
+    assert peak_of(model, x, options=own) <= 0.6 * plain
+
+
+def peak_of(model: nn.Module, x: Tensor, **options: Any) -> int:
+    """What a compiled step takes beside its inputs."""
+    torch._dynamo.reset()
+    with fresh_cache(), inductor_config.patch(compile_threads=1):
+        compiled = torch.compile(model, fullgraph=True, **options)
+
+        def step() -> None:
+            torch.autograd.backward(compiled(x))
+            model.zero_grad()
+
+        for _ in range(2):
+            step()
+        return measure_peak(step)
 
 
 @pytest.mark.kernels

@@ -78,3 +78,20 @@ def test_the_judge_of_graphs_counts_them(channels: int, groups: int, images: flo
     weight = channels * channels // groups * 9 * 4
     assert taken["aten.convolution.default"] == weight + (x.nbytes if groups > 1 else 0)
     assert taken["aten.convolution_backward.default"] == 2 * weight + int(images * x.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("side", "is_last", "is_turned", "parts"),
+    [(7, True, False, 258), (7, False, True, 258), (3, True, False, 2), (7, False, False, 2), (7, True, True, 2)],
+)
+def test_wide_depthwise_gradients_are_added_up_in_parts_where_channels_come_last(
+    side: int, is_last: bool, is_turned: bool, parts: int
+) -> None:
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    image, weight = torch.empty(2, 32, 16, 16).to(memory_format=layout), torch.empty(32, 1, side, side)
+    module = make_graph(
+        torch.ops.aten.convolution_backward.default,
+        *(image, image, weight, [32], [1, 1], [side // 2] * 2, [1, 1], False, [0, 0], 32, [True] * 3),
+        result=image,
+    )
+    assert count(module, has_channels_last=is_turned) == parts * weight.nbytes + (1 if parts > 2 else 3) * image.nbytes

@@ -1,8 +1,12 @@
-"""Finds pointwise values of backward to write before a kernel runs, because what they are made of is larger.
+"""Finds values of backward to write before a kernel runs, because what they are made of is larger.
 
 Inductor writes a pointwise value nowhere if few read it: each reader makes it again from what it is made of. A sum of
 gradients that one kernel reads now and another one much later then holds its terms until the later one, in place of
 the sum: at the blocks of a ResNet three tensors in place of one, through all of the block's backward.
+
+The gradient of a bias is a sum that nobody reads before the step ends. Inductor puts off such sums to make several in
+one kernel, and holds what they are made of: in a ConvNeXt the widest gradient of a block through its convolution, where
+a budget of 50% was exceeded.
 """
 
 from __future__ import annotations
@@ -11,35 +15,44 @@ from collections import defaultdict
 
 from torch import fx
 
-from recollect._compile.nodes import bytes_of, has_kernel, is_cheap, is_view
+from recollect._compile.nodes import bytes_of, has_kernel, is_cheap, is_reduction, is_view
 
 _SMALL = 64  # times as large are values that count: a wait for each small one is not worth it
+_LARGE = 8  # times as small at least is what sums hold, if it does not count
 
 
-def find_crossing(backward: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """For each kernel that should wait for some, the pointwise values to write before it.
+def find_crossing(backward: fx.GraphModule, *, with_sums: bool = False) -> dict[fx.Node, list[fx.Node]]:
+    """For each kernel that should wait for some, the values to write before it.
 
-    They are read before it and after it, and take less than what only they are made of. What is read only after it,
-    such as one of two gradients of a gated layer, Inductor makes where the other one is made.
+    They are pointwise, read before it and after it, and take less than what only they are made of. What is read only
+    after it, such as one of two gradients of a gated layer, Inductor makes where the other one is made.
+
+    Args:
+        backward: the graph.
+        with_sums: whether sums that nobody reads before the kernel are among them, if what only they are made of is
+            large. Apart from each other they are more kernels (in a ViT, 43 in place of 39), so only a step that has to
+            stay within what was predicted asks for them.
     """
     nodes = list(backward.graph.nodes)
     places = {node: place for place, node in enumerate(nodes)}
     kernels = [node for node in nodes if has_kernel(node)]
     readers = {node: _readers(node) for node in nodes}
     last = {node: max(map(places.__getitem__, found), default=0) for node, found in readers.items()}
-    least = max(map(bytes_of, nodes), default=0) // _SMALL
+    most = max(map(bytes_of, nodes), default=0)
     found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     written: set[fx.Node] = set()
     for node in nodes:
-        if not is_cheap(node) or is_view(node) or bytes_of(node) <= least:
+        is_sum = with_sums and is_reduction(node)
+        if not (is_sum or (is_cheap(node) and not is_view(node) and bytes_of(node) > most // _SMALL)):
             continue
         kernel = next((one for one in kernels if places[one] > places[node]), None)
         if kernel is None or last[node] <= places[kernel] or kernel in readers[node]:
             continue
-        if all(places[reader] > places[kernel] for reader in readers[node]):
+        is_read_after = all(places[reader] > places[kernel] for reader in readers[node])
+        if is_read_after is not is_sum:
             continue
         gone = (one for one in _sources(node, written) if last[one] < places[kernel] and not _is_held(one))
-        if sum(map(bytes_of, gone)) > bytes_of(node):
+        if sum(map(bytes_of, gone)) > (most // _LARGE if is_sum else bytes_of(node)):
             found[kernel].append(node)
             written.add(node)
     return found

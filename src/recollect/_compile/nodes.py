@@ -13,6 +13,7 @@ from recollect._core.torch_private.schemas import OpOverload
 
 _LAYOUTS = frozenset({"clone", "cat", "_to_copy", "convert_element_type"})
 """Not pointwise by their tags, and as cheap."""
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "prod"})
 
 
 def late_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -43,6 +44,13 @@ def is_cheap(node: fx.Node) -> bool:
         return False
     is_pointwise = torch.Tag.pointwise in target.tags or target._opname in _LAYOUTS
     return is_pointwise or is_view(node)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether it makes few numbers of many, in a kernel that reads them once."""
+    target: Any = node.target
+    is_sum = isinstance(target, OpOverload) and target._opname in _REDUCTIONS
+    return is_sum and isinstance(node.meta.get("val"), Tensor)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -30,12 +30,13 @@ from recollect._compile.nodes import has_kernel
 _ALONE = "recollect_waits_alone"
 
 
-def keep_order(backward: fx.GraphModule, *, alone: bool = True) -> int:
+def keep_order(backward: fx.GraphModule, *, alone: bool = True, with_sums: bool = False) -> int:
     """Let the operators with kernels of their own run in the order in which they stand; gives how many are told so.
 
     Args:
         backward: the graph.
         alone: as in `wait_for`.
+        with_sums: as in `find_crossing`.
     """
     waits: dict[fx.Node, list[fx.Node]] = {}
     before: fx.Node | None = None
@@ -48,7 +49,7 @@ def keep_order(backward: fx.GraphModule, *, alone: bool = True) -> int:
         if before is not None and node not in made_of_it:
             waits[node] = [before]
         before, made_of_it = node, {node}
-    for node, values in find_crossing(backward).items():
+    for node, values in find_crossing(backward, with_sums=with_sums).items():
         waits.setdefault(node, []).extend(values)
     wait_for(backward, {node: waits[node] for node in backward.graph.nodes if node in waits}, alone=alone)
     return len(waits)

@@ -118,7 +118,7 @@ class Partitioner:
         if cuts_for_inductor is self and _decides(plan):
             arrange_backward()
             defer_readers(backward)
-            keep_order(backward)
+            keep_order(backward, with_sums=True)
         return forward, backward
 
     def uuid(self) -> str:
