@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import ChangedWatch, address_of
 from recollect._recompute.memory import Memory
-from recollect._recompute.module_tree import ModuleTree, find_watched, is_plain
+from recollect._recompute.module_attributes import TRAINING, is_plain
+from recollect._recompute.module_tree import ModuleTree, find_watched
 from recollect._recompute.updates import (
     States,
     Trial,
@@ -44,7 +45,6 @@ from recollect._recompute.updates import (
 )
 
 _MISSING, _ABSENT = object(), object()
-_TRAINING = "training"
 
 
 def _version_if(value: Any) -> int | None:
@@ -113,10 +113,10 @@ class ModuleState:
         self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False, memory: Memory | None = None
     ) -> None:
         tree = None if memory is None else memory.tree
-        settings = tree.settings(roots) if tree is not None and tree.is_of(roots) else None
+        settings = tree.attributes.read(roots) if tree is not None and tree.is_of(roots) else None
         if tree is None or settings is None:
             tree = ModuleTree(roots)
-            settings = tree.settings(roots)
+            settings = tree.attributes.read(roots)
             if memory is not None:
                 memory.tree = tree
         self._tree, self._roots, self._settings = tree, roots, settings or []
@@ -161,7 +161,7 @@ class ModuleState:
         """Attributes that are not as they were at entry: where each stands, its name, and its value then."""
         tree, own = self._tree, self._own_settings or ()
         for number, (module, noted) in enumerate(
-            zip(tree.modules(self._roots), tree.name_values(self._settings), strict=True)
+            zip(tree.modules(self._roots), tree.attributes.by_name(self._settings), strict=True)
         ):
             table = vars(module)
             for name, value in noted.items():
@@ -171,14 +171,16 @@ class ModuleState:
 
     def find_generators(self) -> list[Any]:
         """The random generators that the modules hold."""
-        return self._tree.find_own_generators(self._roots) if self._tree.generators else []
+        attributes = self._tree.attributes
+        return attributes.find_own_generators(self._roots) if attributes.generators else []
 
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
-        if self._tree.is_new:
-            self._new = self._tree.find_new_generators(self._roots)
+        attributes = self._tree.attributes
+        if attributes.is_new:
+            self._new = attributes.find_new_generators(self._roots)
         self._own_settings = set()
-        if not self._tree.has_settings(self._roots, self._settings):
+        if not attributes.are(self._roots, self._settings):
             self._note_own_settings()
         if self._tree.buffers and _versions(self._watched) != self._versions:
             self._learn_late()
@@ -194,10 +196,10 @@ class ModuleState:
 
     def _note_own_settings(self) -> None:
         numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
-        changed = [(table, name) for table, name, _ in self._changed_settings() if name != _TRAINING]
+        changed = [(table, name) for table, name, _ in self._changed_settings() if name != TRAINING]
         self._own_settings = {(numbers[id(table)], name) for table, name in changed}
         # What it has replaced, such as its last result, lives no longer than without us.
-        self._settings = self._tree.without(self._settings, self._own_settings)
+        self._settings = self._tree.attributes.without(self._settings, self._own_settings)
 
     def _learn_late(self) -> None:
         """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""
@@ -259,7 +261,7 @@ class ModuleState:
         self.is_watching = bool(changed)
         tree = self._tree
         if not (changed or self._state or self._new or self._trial is not None) and (
-            tree.has_settings(self._roots, self._settings) and tree.has_same_parts()
+            tree.attributes.are(self._roots, self._settings) and tree.has_same_parts()
         ):
             return None
         stack = ExitStack()
@@ -311,7 +313,7 @@ class ModuleState:
                     stack.callback(_put_back, table, name, tensor, now)
         for table, name, value in self._changed_settings():
             # While forward runs (a backward inside it), nobody knows which of the others are its own.
-            if self._own_settings is not None or name == _TRAINING:
+            if self._own_settings is not None or name == TRAINING:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = value
         for table, name, was_none in self._new:

@@ -1,0 +1,149 @@
+"""Attributes of modules that forward reads and others may set: flags such as ``training``, numbers, texts, tensors.
+
+Noted are those of modules other than torch's own layers, of which only dropouts are likely to be changed, without the
+tables in which a module keeps its parts. A number is noted by value, a tensor or collection by identity: one replaces
+the other, as a table of positions does that is made anew for each length. Random generators are noted whatever their
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import call, itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from recollect._core.generators import generator_kinds
+
+Table = dict[str, Any]
+"""A module's instance dictionary, or a table in it."""
+
+Settings = Any
+"""Values of a module's attributes: of one, the value itself, of several, a tuple."""
+
+Place = tuple[int, str]
+"""An attribute: the number of its module, and its name."""
+
+TRAINING = "training"
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_COLLECTIONS = frozenset({list, tuple, dict, set})
+_TABLES = frozenset(vars(nn.Module())) - {TRAINING}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an attribute of this value is noted by value."""
+    return type(value) in _PLAIN
+
+
+def _name_settings(module: nn.Module) -> tuple[str, ...]:
+    """The attributes that forward may read and its caller may set."""
+    table = vars(module)
+    own = type(module).__module__
+    if own.startswith("torch.") and not isinstance(module, _DROPOUTS):
+        return (TRAINING,) if TRAINING in table else ()
+    return tuple(name for name, value in table.items() if name not in _TABLES and _is_noted(value))
+
+
+def _is_noted(value: Any) -> bool:
+    return is_plain(value) or type(value) in _COLLECTIONS or isinstance(value, Tensor)
+
+
+def _reader_of(names: tuple[str, ...]) -> Callable[[Table], Any]:
+    return itemgetter(*names) if names else _read_nothing
+
+
+def _read_nothing(_: Table) -> None:
+    """Of a module without attributes to note."""
+
+
+def _find_generators(tables: Iterable[Table]) -> list[Place]:
+    """Random generators among attributes, whatever their names."""
+    kinds = generator_kinds()
+    return [
+        (number, name)
+        for number, table in enumerate(tables)
+        if not kinds.isdisjoint(map(type, table.values()))
+        for name, value in table.items()
+        if type(value) in kinds
+    ]
+
+
+class ModuleAttributes:
+    """The attributes of some modules: which are noted, once, and what they are now, at each call.
+
+    Does not hold the roots, nor their dictionaries, so that they may hold it: their callers give them.
+
+    Args:
+        modules: the roots, then all that they contain.
+        tables: their dictionaries.
+        inner: those of all but the roots.
+
+    Attributes:
+        generators: those that are random generators.
+        is_new: whether no call has ended since it was made.
+    """
+
+    __slots__ = ("_inner", "_names", "_readers", "_sizes", "_unset", "generators", "is_new")
+
+    def __init__(self, modules: list[nn.Module], tables: list[Table], inner: list[Table]) -> None:
+        self._inner = inner
+        self._names = list(map(_name_settings, modules))
+        self._sizes = list(map(len, tables))  # how many attributes each has, of whatever kind
+        self._readers = list(map(_reader_of, self._names))
+        self.generators = _find_generators(tables)
+        self._unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
+        self.is_new = True
+
+    def read(self, roots: list[nn.Module]) -> list[Settings] | None:
+        """The noted attributes of each module, as they are now; None if a module has got or lost one of any kind."""
+        tables = self._tables(roots)
+        if list(map(len, tables)) != self._sizes:
+            return None
+        try:
+            return list(map(call, self._readers, tables))
+        except KeyError:
+            return None
+
+    def are(self, roots: list[nn.Module], noted: list[Settings]) -> bool:
+        """Whether they are as `read` gave them."""
+        try:
+            return self.read(roots) == noted
+        except (RuntimeError, ValueError, TypeError):  # something that cannot be compared, such as another tensor
+            return False
+
+    def without(self, settings: list[Settings], places: set[Place]) -> list[Settings]:
+        """What `read` gave, less some values, which are let go of."""
+        left = list(settings)
+        for number in {number for number, _ in places}:
+            names = self._names[number]
+            values = settings[number] if len(names) > 1 else (settings[number],)
+            kept = [None if (number, name) in places else value for name, value in zip(names, values, strict=True)]
+            left[number] = tuple(kept) if len(names) > 1 else kept[0]
+        return left
+
+    def find_own_generators(self, roots: list[nn.Module]) -> list[Any]:
+        """What is there now where the modules had random generators."""
+        tables = self._tables(roots)
+        return [tables[number].get(name) for number, name in self.generators]
+
+    def find_new_generators(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
+        """After the first call: random generators that it has made, and whether there was None before, or nothing.
+
+        If it made any, this no longer holds: the next call makes another.
+        """
+        self.is_new = False
+        tables, known = self._tables(roots), self.generators
+        found = [place for place in _find_generators(tables) if place not in known]
+        if found:
+            self._sizes = []
+        return [(tables[place[0]], place[1], place in self._unset) for place in found]
+
+    def by_name(self, settings: list[Settings]) -> Iterator[Table]:
+        """What `read` gave, of each module by name."""
+        for names, values in zip(self._names, settings, strict=True):
+            yield dict(zip(names, values, strict=True)) if len(names) > 1 else dict.fromkeys(names, values)
+
+    def _tables(self, roots: list[nn.Module]) -> list[Table]:
+        return [*map(vars, roots), *self._inner]
