@@ -1,5 +1,6 @@
 """The first step after `recollect.apply(model, plan)`, in which regions learn, stays within the plan's peak."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -69,6 +70,7 @@ def test_the_first_step_takes_no_more_than_the_plan_says(
     # A program is tried before it is trusted. Meters do not see that; here it counts.
     monkeypatch.setattr("recollect._selective.learning.without_dispatch_modes", nullcontext)
     model, batch, seen = case
+    model = copy.deepcopy(model)  # of which nobody knows anything: two cases may have the same plan
     if autocast:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             seen = with_fixed_times(recollect.profile(model, kwargs=batch))
