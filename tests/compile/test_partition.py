@@ -317,7 +317,7 @@ def test_what_reads_an_input_that_is_overwritten_is_kept() -> None:
 
 @pytest.mark.kernels
 def test_without_the_guard_gradients_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_module, "_changed_inputs", lambda *_: [])
+    monkeypatch.setattr(joint_module, "changed_inputs", lambda *_: [])
     monkeypatch.setattr(joint_module, "_written", lambda _: [])
     x = ones(4, 8)
     expected = run_plain(Function(change_an_input), x)

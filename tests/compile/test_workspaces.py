@@ -82,7 +82,7 @@ def test_the_judge_of_graphs_counts_them(channels: int, groups: int, images: flo
 
 @pytest.mark.parametrize(
     ("side", "is_last", "is_turned", "parts"),
-    [(7, True, False, 258), (7, False, True, 258), (3, True, False, 2), (7, False, False, 2), (7, True, True, 2)],
+    [(7, True, False, 258), (7, False, True, 258), (7, True, True, 258), (3, True, False, 2), (7, False, False, 2)],
 )
 def test_wide_depthwise_gradients_are_added_up_in_parts_where_channels_come_last(
     side: int, is_last: bool, is_turned: bool, parts: int

@@ -80,11 +80,12 @@ def _count_on_cpu(node: fx.Node, *, has_channels_last: bool) -> int:
 def _adds_up_apart(image: Tensor, weight: Tensor, groups: Any, *, is_turned: bool) -> bool:
     """Whether a depthwise convolution's gradient is added up in many parts: where it finds the channels last.
 
-    Where Inductor turns images, those that lie so in the graph come out in a third order (a ConvNeXt of Transformers).
+    Where Inductor turns images, some come out in a third order instead; which ones, depends on what is recomputed. So
+    all are taken to lie with the channels last there.
     """
     is_depthwise = groups != 1 and groups == hint(image.shape[1]) and image.dim() in _LAST
     is_wide = math.prod(map(hint, weight.shape[2:])) > _NARROW
-    return is_depthwise and is_wide and image.is_contiguous(memory_format=_LAST[image.dim()]) is not is_turned
+    return is_depthwise and is_wide and (is_turned or image.is_contiguous(memory_format=_LAST[image.dim()]))
 
 
 def _argument(node: fx.Node, at: int) -> fx.Node:
