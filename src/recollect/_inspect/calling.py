@@ -135,11 +135,12 @@ def doubt_inputs(model: Any, inputs: tuple[Any, ...], *, has_keywords: bool) -> 
     batch = inputs[0] if len(inputs) == 1 else None
     if not isinstance(batch, (tuple, list, dict)):
         return ""
-    how = "kwargs=batch" if isinstance(batch, dict) else "*batch"
-    return (
-        f"{type(model).__name__}.forward got the {type(batch).__name__} as its only argument. "
-        f"If it takes what is in it, write recollect.profile(model, {how})"
-    )
+    got = f"{type(model).__name__}.forward got the {type(batch).__name__} as its only argument"
+    if isinstance(batch, dict):  # one whose keys are its arguments was spread over them
+        keys = ", ".join(map(repr, batch))
+        what = "leave out what it does not take, or pass a function that runs the step"
+        return f"{got}: its keys, {keys}, are not the names of its arguments. To profile it, {what}"
+    return f"{got}. If it takes what is in it, write recollect.profile(model, *batch)"
 
 
 def _runs_bare(model: nn.Module) -> bool:
