@@ -78,7 +78,7 @@ def test_a_budget_is_kept() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"budget": "1GiB"}, r"budget='1GiB' needs inputs=, a batch that the model is called with"),
+        ({"budget": "1GiB"}, r"budget='1GiB' needs inputs=, a batch to call the model with"),
         ({"budget": "1GiB", "policy": "full", "every": 2}, r"so it cannot be combined with policy, every"),
         (
             {"optimizer": torch.optim.SGD, "tiers": "host"},

@@ -1,5 +1,6 @@
 """Autocast around a region under a policy: casts belong to the call they are in, and are made again alone."""
 
+import copy
 import weakref
 from collections.abc import Callable
 
@@ -242,3 +243,21 @@ def test_autocast_holds_no_casts_of_what_a_backward_under_it_replays() -> None:
     plain = find_left_bytes(fn)
     assert [find_left_bytes(region) for _ in range(3)] == [plain] * 3
     assert "recomputed by replaying" in str(recollect.explain(region))
+
+
+def test_calls_under_autocast_and_without_are_learned_apart() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    ours = copy.deepcopy(plain)
+    region = recollect.checkpoint(ours, policy=policies.save_matmuls)
+    for step in range(8):
+        x = torch.randn(4, 8)
+        found = []
+        for call, module in ((plain, plain), (region, ours)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step % 2 == 0):
+                loss = call(x).square().sum()
+            found.append(torch.autograd.grad(loss, [*module.parameters()]))
+        assert all(map(torch.equal, *found))
+    calls = recollect.explain(region).regions[0].calls
+    assert [call.calls for call in calls] == [4, 4]
+    assert sorted("under autocast" in call.arguments for call in calls) == [False, True]

@@ -225,9 +225,12 @@ def _explain_line(line: DecisionLine, matched: int, *, is_block: bool) -> Explai
 
 
 def _describe_kind(kind: Any) -> str:
-    is_training, values = kind
-    words = [_describe_value(value) for value in values]
-    return ", ".join([*words, "in evaluation mode"] if is_training is False else words)
+    words = [_describe_value(value) for value in kind.words]
+    if kind.training is False:
+        words.append("in evaluation mode")
+    if kind.autocast is not None:
+        words.append("under autocast")
+    return ", ".join(words)
 
 
 def _describe_value(value: Any) -> str:

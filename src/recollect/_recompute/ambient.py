@@ -86,6 +86,11 @@ def _read_autocast() -> tuple[Any, ...]:
     return (*kinds, torch.is_autocast_cache_enabled())
 
 
+def read_autocast() -> Autocast:
+    """How autocast stands; None where it is off, which takes 50 ns to see."""
+    return _read_autocast() if any_autocast_enabled() else None
+
+
 def _put_autocast(state: Autocast) -> Callable[[], None]:
     """Set autocast so; gives what sets it back.
 

@@ -19,6 +19,7 @@ from torch import nn
 from recollect._core.places import Places
 from recollect._core.torch_private.compiled_calls import step_aside_for_compiled_code
 from recollect._policy.base import Policy
+from recollect._recompute.ambient import Autocast
 from recollect._selective.blocks import Wanted
 from recollect._selective.decisions import Decisions
 from recollect._selective.parameters import is_unit
@@ -34,15 +35,18 @@ class Kind(NamedTuple):
     Attributes:
         training: whether the module is in training mode.
         words: one for each argument.
+        autocast: how autocast stands; None where it is off.
     """
 
     training: Any
     words: tuple[Any, ...]
+    autocast: Autocast = None
 
     @property
     def form(self) -> tuple[Any, ...]:
         """The same, sizes apart."""
-        return (self.training, *((len(w[0]), w[1]) if type(w) is tuple else w for w in self.words))
+        words = ((len(w[0]), w[1]) if type(w) is tuple else w for w in self.words)
+        return (self.training, self.autocast, *words)
 
 
 class Knowledge:

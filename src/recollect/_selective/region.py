@@ -13,6 +13,7 @@ from recollect._core.errors import TransformError
 from recollect._core.reachable import find_modules
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
+from recollect._recompute.ambient import read_autocast
 from recollect._recompute.frame import Frame
 from recollect._recompute.region import Region
 from recollect._recompute.way import Options
@@ -80,7 +81,7 @@ def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     values = (*args, *kwargs.values())
     shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else _word(v) for v in values)
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", fn)  # of a module, a miss takes 3 µs
-    return Kind(getattr(owner, "training", None), shapes)
+    return Kind(getattr(owner, "training", None), shapes, read_autocast())
 
 
 def _word(value: Any) -> Any:
