@@ -106,3 +106,33 @@ def test_what_chooses_is_kept_all_the_same() -> None:
         gradients(layers)
     assert "topk" not in seen.again
     assert seen.again.count("addmm") == 3 * len(layers)
+
+
+class Indexing(nn.Module):
+    """Scores its rows without gradients, as sparse attention does to choose among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.up, self.down = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scores = self.query(x) @ self.key(x).T
+        weights = scores.topk(2).values.mean(-1, keepdim=True)
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(x))) * weights
+        return result
+
+
+def test_what_is_made_without_gradients_is_not_kept_for_its_time() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Indexing() for _ in range(2)))
+    expected = [gradient.clone() for gradient in gradients(layers)]
+    recollect.apply(layers, {"*": "selective"})
+    for _ in range(4):
+        assert all(map(torch.equal, gradients(layers), expected))
+    sites = recollect.explain(layers).regions[0].calls[0].sites
+    products = [site for site in sites if "mm" in site.what]
+    assert any(site.is_kept for site in products)
+    untracked = [site for site in products if "without gradients" in site.by]
+    assert untracked
+    assert not any(site.is_kept for site in untracked)

@@ -17,7 +17,15 @@ from recollect._core.operators import (
 )
 from recollect._core.places import Places
 from recollect._core.torch_private.schemas import OpOverload, arguments_named
-from recollect._selective.decisions import RUNS_AGAIN, DecisionLine, Decisions, bytes_of, shapes_of, strongest
+from recollect._selective.decisions import (
+    NOT_SAVED,
+    RUNS_AGAIN,
+    DecisionLine,
+    Decisions,
+    bytes_of,
+    shapes_of,
+    strongest,
+)
 from recollect._selective.drafting import Draft, Sorts
 from recollect._selective.operator_modes import at_places
 from recollect._selective.outlines import Outline
@@ -168,7 +176,14 @@ class Asker:
             for number, output in enumerate(outputs)
         )
         # Nobody is asked about what can only run again: views, most writes in place, memory yet to be filled.
-        verdicts = [self._decisions.judge(site) for site in sites] if operator.can_be_kept else [RUNS_AGAIN]
+        if not operator.can_be_kept:
+            verdicts = [RUNS_AGAIN]
+        elif self._decisions.policy.keeps_what_pays and not (
+            torch.is_grad_enabled() or is_routing or operator.is_collective
+        ):
+            verdicts = [NOT_SAVED]
+        else:
+            verdicts = [self._decisions.judge(site) for site in sites]
         chosen = strongest(verdicts)
         writes = self._is_planned and len(operator.writes) == 1 and operator.is_view and not operator.can_be_kept
         return DecisionLine(

@@ -31,6 +31,7 @@ from recollect._policy.base import Policy, Verdict
 from recollect._policy.judging import judge
 from recollect._selective.program import Program
 
+NOT_SAVED = Verdict(Decision.RECOMPUTE, "made without gradients, so a plain step would not hold it")
 RUNS_AGAIN = Verdict(Decision.RECOMPUTE, "it can only run again")
 
 
