@@ -410,7 +410,7 @@ def test_offloading_keeps_the_value_and_notes_it_on_its_node() -> None:
     assert "3:aten.tanh.default" in found.kept
     (tanh,) = found.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
     assert tanh.meta[DECISION] == "offload"
-    assert tanh.meta["should_offload"]
+    assert tanh.meta["recollect_offload"]
 
 
 def test_symbolic_sizes_count_by_what_they_were_when_traced() -> None:

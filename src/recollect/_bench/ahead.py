@@ -22,7 +22,7 @@ from recollect._bench.arena import Arena
 from recollect._bench.cases import SCALES
 from recollect._bench.children import end_with_parent
 from recollect._bench.contenders import Contender, list_contenders
-from recollect._bench.ours import list_compiled
+from recollect._bench.ours import HOST_SHARES, list_compiled
 from recollect._core.torch_private.recompiles import allow_compilations
 
 MOST_COMPILATIONS = 64
@@ -54,6 +54,8 @@ class Entrants:
     def list_contenders(self, arena: Arena) -> list[Contender]:
         """All that are compiled for an arena."""
         ours = list_compiled(arena.model_bytes, self.span_bytes, self.shares)
+        if arena.device.type != "cpu":
+            ours += list_compiled(arena.model_bytes, self.span_bytes, HOST_SHARES, tiers="host")
         return list_contenders(ours, arena.device, is_compiled=True)
 
 

@@ -28,8 +28,10 @@ from recollect._core.plans import Plan
 from recollect._core.torch_private.memory_budget import use_memory_budget
 
 PLAIN, OURS = "plain", "recollect"
+COMPILER_SHARES = (0.8, 0.5, 0.3, 0.1)
+"""What the compiler's own planner is given."""
 BUDGET_SHARES = (0.7, 0.4, 0.2)
-"""What planners of others are given: the compiler's, and xformers'."""
+"""What xformers' planner is given."""
 _MISSING = "not installed"
 
 
@@ -76,7 +78,7 @@ def _list_rivals(device: torch.device, *, is_compiled: bool) -> Iterator[Contend
     yield Contender(name="torch every 2nd block", prepare=_wrapping(_calling(call_torch), every=2))
     yield Contender(name="torch SAC (torchtitan's list)", prepare=_wrapping(_calling(call_selective)))
     if is_compiled:
-        for share in BUDGET_SHARES:
+        for share in COMPILER_SHARES:
             compiling = functools.partial(use_memory_budget, share)
             yield Contender(name=f"activation_memory_budget {share}", compiling=compiling)
         return

@@ -41,20 +41,23 @@ def list_plans(seen: Profile, shares: tuple[int, ...], *, tiers: str | None = No
     return found
 
 
-def list_compiled(held_bytes: int, span_bytes: int, shares: tuple[int, ...]) -> list[Contender]:
+def list_compiled(
+    held_bytes: int, span_bytes: int, shares: tuple[int, ...], *, tiers: str | None = None
+) -> list[Contender]:
     """A budget for the graph of the step for each share, and the smallest.
 
     Args:
         held_bytes: what the graph is given.
         span_bytes: what the plain compiled step takes beyond what is there before it.
         shares: in percent.
+        tiers: where graphs may send values to.
     """
     found = []
     every: tuple[int | str, ...] = (*shares, "min")
     for share in every:
         budget = share if isinstance(share, str) else held_bytes + span_bytes * share // 100
-        options = {"custom_partitioner_fn": partitioner(budget=budget)}
-        found.append(Contender(name=name_share(share), family=OURS, options=options))
+        options = {"custom_partitioner_fn": partitioner(budget=budget, tiers=tiers)}
+        found.append(Contender(name=name_share(share, tiers=tiers), family=OURS, options=options))
     return found
 
 

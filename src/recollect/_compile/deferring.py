@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
-from recollect._compile.nodes import bytes_of, count_numbers, has_kernel, is_cheap, is_view, late_nodes
+from recollect._compile.nodes import base_of, bytes_of, count_numbers, has_kernel, is_cheap, is_view, late_nodes
 
 
 def defer_readers(backward: fx.GraphModule) -> int:
@@ -48,7 +48,7 @@ def _saves_kernel(
 ) -> bool:
     """Whether something that the first reads can be made by the kernel that reads what the second gives."""
     for argument in first.all_input_nodes:
-        value = _base(argument)
+        value = base_of(argument)
         if value in late or not is_cheap(value) or bytes_of(second) > bytes_of(value):
             continue
         aliases = {value} | _reach(value, lambda node: filter(is_view, node.users))
@@ -63,14 +63,7 @@ def _saves_kernel(
 
 def _gradients_of(product: fx.Node, late: set[fx.Node]) -> set[fx.Node]:
     """The gradients that a product reads, as they lie in memory."""
-    return {value for value in map(_base, product.all_input_nodes) if value in late}
-
-
-def _base(value: fx.Node) -> fx.Node:
-    """What a view is a view of."""
-    while is_view(value):
-        value = value.all_input_nodes[0]
-    return value
+    return {value for value in map(base_of, product.all_input_nodes) if value in late}
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:

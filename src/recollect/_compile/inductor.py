@@ -32,7 +32,8 @@ from torch import Tensor, fx
 from recollect._compile.copies import copy_cheap_values
 from recollect._compile.deferring import defer_readers
 from recollect._compile.given import leave_given
-from recollect._compile.ordering import keep_order
+from recollect._compile.ordering import keep_order, keep_transfers_in_place
+from recollect._compile.transfers import is_transfer
 from recollect._core.decisions import Decision
 from recollect._core.torch_private.partitioner import DECISION, REGION
 
@@ -78,7 +79,8 @@ def _arranging(cut: Any) -> Any:
     def cut_and_arrange(joint: fx.GraphModule, *args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         leave_given(joint)
         forward, backward = cut(joint, *args, **options)
-        if any(map(_is_recomputed, backward.graph.nodes)):
+        keep_transfers_in_place(forward)
+        if any(_is_recomputed(node) or is_transfer(node) for node in backward.graph.nodes):
             copies = copy_cheap_values(backward)
             defer_readers(backward)
             keep_order(backward, alone=not copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def is_cheap(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), Tensor):
         return False
-    operator = operator_of(target)
-    if operator.is_random or operator.writes:
+    own = operator_of(target)
+    if own.is_random or own.writes:
         return False
     is_pointwise = torch.Tag.pointwise in target.tags or target._opname in _LAYOUTS
     return is_pointwise or is_view(node)
@@ -57,6 +58,18 @@ def is_view(node: fx.Node) -> bool:
     """Whether it takes no memory of its own."""
     target: Any = node.target
     return isinstance(target, OpOverload) and (operator_of(target).is_view or target._opname == "_unsafe_view")
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """What a view is a view of; a node that is none itself."""
+    while is_view(node) or is_part_of_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_part_of_view(node: fx.Node) -> bool:
+    """Whether it takes one out of several views, as of a tensor that is split."""
+    return node.target is operator.getitem and is_view(node.all_input_nodes[0])
 
 
 def bytes_of(node: fx.Node) -> int:

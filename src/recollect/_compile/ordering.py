@@ -4,8 +4,9 @@ The partitioner puts recomputation just before its first use, and a plan's peak 
 kernels anew, and fuses pointwise ones that read the same memory, however far apart: recomputed values of several layers
 were made together, and a step planned for 5.25 MB took 7.42. So each product, convolution and attention of backward is
 told to wait for the one before it, unless it reads what comes of that. What lies between two of them may be fused as
-before. Who waits for a value counts as a reader of it, so that nothing is written into its memory: gradients of logits
-took a second buffer because a product waited for the logits that they had been made of.
+before. Transfers of values stand in the same row: begun later than planned, the step would wait for them. Who waits for
+a value counts as a reader of it, so that nothing is written into its memory: gradients of logits took a second buffer
+because a product waited for the logits that they had been made of.
 
 Private names: the operator `control_deps` of Inductor's passes, `preserve_node_ordering`, which wraps nodes in it, and
 how Inductor lowers it (``lowerings``, `IRNode.realize`). Inductor's cache passes graphs with that operator by, because
@@ -26,6 +27,7 @@ from torch._C import DispatchKey
 
 from recollect._compile.crossing import find_crossing
 from recollect._compile.nodes import has_kernel
+from recollect._compile.transfers import is_transfer
 
 _ALONE = "recollect_waits_alone"
 
@@ -38,21 +40,33 @@ def keep_order(backward: fx.GraphModule, *, alone: bool = True, with_sums: bool 
         alone: as in `wait_for`.
         with_sums: as in `find_crossing`.
     """
-    waits: dict[fx.Node, list[fx.Node]] = {}
-    before: fx.Node | None = None
-    made_of_it: set[fx.Node] = set()  # of the kernel before, and so after it anyway
-    for node in backward.graph.nodes:
-        if not made_of_it.isdisjoint(node.all_input_nodes):
-            made_of_it.add(node)
-        if not has_kernel(node):
-            continue
-        if before is not None and node not in made_of_it:
-            waits[node] = [before]
-        before, made_of_it = node, {node}
+    waits = _chain(backward)
     for node, values in find_crossing(backward, with_sums=with_sums).items():
         waits.setdefault(node, []).extend(values)
     wait_for(backward, {node: waits[node] for node in backward.graph.nodes if node in waits}, alone=alone)
     return len(waits)
+
+
+def keep_transfers_in_place(forward: fx.GraphModule) -> None:
+    """Let values of a forward graph leave where they are to, neither earlier nor later, if some do."""
+    if any(map(is_transfer, forward.graph.nodes)):
+        wait_for(forward, _chain(forward), alone=True)
+
+
+def _chain(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """For each kernel and each transfer the one before it, unless it reads what comes of that."""
+    waits: dict[fx.Node, list[fx.Node]] = {}
+    before: fx.Node | None = None
+    made_of_it: set[fx.Node] = set()  # of the one before, and so after it anyway
+    for node in module.graph.nodes:
+        if not made_of_it.isdisjoint(node.all_input_nodes):
+            made_of_it.add(node)
+        if not (has_kernel(node) or is_transfer(node)):
+            continue
+        if before is not None and node not in made_of_it:
+            waits[node] = [before]
+        before, made_of_it = node, {node}
+    return waits
 
 
 def wait_for(module: fx.GraphModule, waits: dict[fx.Node, list[fx.Node]], *, alone: bool = False) -> None:

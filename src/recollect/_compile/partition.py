@@ -21,14 +21,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from recollect._compile.deferring import defer_readers
 from recollect._compile.inductor import arrange_backward, find_copied_inputs, turns_images
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
-from recollect._compile.offloading import MARK, mark_offloaded
-from recollect._compile.ordering import keep_order
+from recollect._compile.offloading import MARK, can_leave, mark_offloaded
+from recollect._compile.ordering import keep_order, keep_transfers_in_place
+from recollect._compile.speeds import carrier_of
+from recollect._compile.transfers import is_transfer, sent_node
 from recollect._compile.workspaces import workspaces_of
 from recollect._core.argument_text import short_repr
 from recollect._core.calls import Lifetime, OpCall
@@ -36,18 +39,21 @@ from recollect._core.decisions import Decision, Site
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION, CheckpointPolicy
-from recollect._plan.budget import parse_budget
+from recollect._plan.budget import Budget, parse_budget
 from recollect._plan.fusing import fuse
 from recollect._plan.graphs import plan_within
+from recollect._plan.sent_values import Sending
 from recollect._plan.simulate import Simulation, simulate
 from recollect._plan.solvers.highs import import_scipy
+from recollect._plan.tiers import read_tiers
 from recollect._policy.base import Policy, PolicyLike, as_policy
 from recollect._policy.judging import judge
 
 _log = logging.getLogger("recollect")
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_SOURCES = ("_compile/*.py", "_plan/**/*.py", "_policy/*.py", "_core/operators.py")
+_HOST = "host"
+_SOURCES = ("_compile/*.py", "_plan/**/*.py", "_policy/*.py", "_core/operators.py", "_core/timetables.py")
 """All that decides how a graph is cut and arranged."""
 
 
@@ -60,12 +66,14 @@ class Partition:
         kept: the storages that forward keeps for backward.
         simulation: bytes and recomputation of the emitted graphs, without what a compiler fuses away.
         plan: what the plan, the policy or the planner decided here, value by value.
+        sent: of the kept storages those that wait in host memory between forward and backward.
     """
 
     profile: Profile
     kept: frozenset[int]
     simulation: Simulation
     plan: Plan
+    sent: frozenset[int] = frozenset()
 
 
 class Partitioner:
@@ -73,7 +81,7 @@ class Partitioner:
 
     def __init__(
         self,
-        choose: Callable[[Profile], Chooser],
+        choose: Callable[[Profile, torch.device], Chooser],
         key: str,
         report: Callable[[Partition], None] | None,
     ) -> None:
@@ -106,7 +114,7 @@ class Partitioner:
         copied = find_copied_inputs(gm) if has_turned else set()
         workspace = workspaces_of(gm, has_channels_last=has_turned)
         joint = read_joint(gm, copied=copied, workspace=workspace)
-        decided = _decide(joint, self._choose(joint.profile))
+        decided = _decide(joint, self._choose(joint.profile, _device_of(gm)))
         plan = _plan(joint.profile, decided)
         _tag(joint, decided)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
@@ -119,6 +127,7 @@ class Partitioner:
             arrange_backward()
             defer_readers(backward)
             keep_order(backward, with_sums=True)
+            keep_transfers_in_place(forward)
         return forward, backward
 
     def uuid(self) -> str:
@@ -142,6 +151,7 @@ def partitioner(
     *,
     planner: Callable[[Profile], Plan] | None = None,
     budget: int | str | None = None,
+    tiers: str | None = None,
     report: Callable[[Partition], None] | None = None,
 ) -> Partitioner:
     """Make a partitioner for `torch.compile`: it splits forward from backward by a plan or a policy.
@@ -149,8 +159,8 @@ def partitioner(
     Give it to Inductor as an option, as below, or to ``aot_autograd(partition_fn=...)``. A plan overrides the tags of
     `recollect.checkpoint` regions inside; a policy is asked only outside of them. torch decides about everything else.
     Some values are always kept, whatever a plan says: what forward returns, results of operators with effects or on
-    inputs that the step changes, random seeds, and branches (`torch.cond`). torch's own pass moves offloaded values if
-    there is an accelerator; otherwise they are kept.
+    inputs that the step changes, random seeds, and branches (`torch.cond`). Offloaded values go to pinned host memory
+    if there is an accelerator; otherwise they are kept.
 
     Args:
         plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for
@@ -161,6 +171,8 @@ def partitioner(
             smallest peak. It is solved for the whole graph, at a compiler's costs: pointwise recomputation is fused and
             nearly free. Fusion is predicted before the graph is compiled, and 5% are left free where possible. Needs
             scipy.
+        tiers: with `budget`, ``"host"``: values may also go to pinned host memory, as much as the link carries. The
+            link is measured when the first graph is compiled.
         report: called with each partition when a graph is compiled.
 
     Returns:
@@ -169,7 +181,7 @@ def partitioner(
 
     Raises:
         TypeError: it is none of these, or more or less than one of `plan`, `planner` and `budget` is given.
-        ValueError: the budget cannot be read.
+        ValueError: the budget or `tiers` cannot be read, or `tiers` is given without a budget.
         ImportError: a budget is given, and scipy cannot be imported.
         BudgetError: when a graph is compiled: no choice fits it. Dynamo raises an error of its own, which holds this
             one as ``inner_exception``.
@@ -192,10 +204,12 @@ def partitioner(
     if isinstance(budget, str) and "%" in budget:
         message = f"budget={budget!r}: a graph does not say how much memory its device has. Give bytes, as in '4GiB'"
         raise ValueError(message)
+    if tiers is not None:
+        _check_tiers(tiers, budget)
     if budget is not None:
         import_scipy()
-        choose = _by_planner(plan_within(parse_budget(budget)))
-        key = hashlib.sha256(f"budget {budget}".encode()).hexdigest()[:32]
+        choose = _by_budget(parse_budget(budget), sends=tiers is not None)
+        key = hashlib.sha256(f"budget {budget} {tiers}".encode()).hexdigest()[:32]
     elif planner is not None:
         choose = _by_planner(planner)
     elif isinstance(plan, Plan):
@@ -212,8 +226,17 @@ def partitioner(
     return made
 
 
-def _by_plan(plan: Plan) -> Callable[[Profile], Chooser]:
-    def look(profile: Profile) -> Chooser:
+def _check_tiers(tiers: str, budget: int | str | None) -> None:
+    if read_tiers(tiers) != _HOST:
+        message = f"tiers={short_repr(tiers)}: compiled code can offload only to pinned host memory. Pass tiers='host'"
+        raise ValueError(message)
+    if budget is None:
+        message = "tiers='host' has no effect without a budget: a plan or a policy says itself what is offloaded"
+        raise ValueError(message)
+
+
+def _by_plan(plan: Plan) -> Callable[[Profile, torch.device], Chooser]:
+    def look(profile: Profile, _: torch.device) -> Chooser:
         if _log.isEnabledFor(logging.DEBUG):
             sites = [profile.calls[one.call].site(one.output) for one in profile.made()]
             _log.debug("choices that match nothing in this graph: %s", plan.unmatched(sites))
@@ -222,11 +245,19 @@ def _by_plan(plan: Plan) -> Callable[[Profile], Chooser]:
     return look
 
 
-def _by_planner(planner: Callable[[Profile], Plan]) -> Callable[[Profile], Chooser]:
-    return lambda profile: _by_plan(planner(profile))(profile)
+def _by_planner(planner: Callable[[Profile], Plan]) -> Callable[[Profile, torch.device], Chooser]:
+    return lambda profile, device: _by_plan(planner(profile))(profile, device)
 
 
-def _by_policy(policy: Policy) -> Callable[[Profile], Chooser]:
+def _by_budget(budget: Budget, *, sends: bool) -> Callable[[Profile, torch.device], Chooser]:
+    def look(profile: Profile, device: torch.device) -> Chooser:
+        carrier = carrier_of(device) if sends and can_leave(device) else None
+        return _by_plan(plan_within(budget, carrier)(profile))(profile, device)
+
+    return look
+
+
+def _by_policy(policy: Policy) -> Callable[[Profile, torch.device], Chooser]:
     def choose(call: OpCall, site: Site, tagged: Decision | None) -> Decision | None:
         if tagged is not None:
             return None
@@ -236,7 +267,7 @@ def _by_policy(policy: Policy) -> Callable[[Profile], Chooser]:
             return None  # in a region that means to recompute; here nothing bounds how far that would go
         return judge(policy, site).decision
 
-    return lambda _: choose
+    return lambda profile, device: choose
 
 
 def _keeps_place(policy: Policy, call: OpCall) -> bool:
@@ -346,15 +377,27 @@ def _judge(  # noqa: PLR0917
     joint = read_joint(gm, in_forward=names, copied=copied, workspace=workspace)
     results = next(iter(forward.graph.find_nodes(op="output"))).args[0]
     assert isinstance(results, Sequence)
-    passed = (origin(node) for node in results[count:] if isinstance(node, fx.Node))
-    kept = frozenset(storage for node in passed if node is not None for storage in joint.storages[node])
+    passed = [(node, origin(sent_node(node))) for node in results[count:] if isinstance(node, fx.Node)]
+    kept = frozenset(storage for _, node in passed if node is not None for storage in joint.storages[node])
     fused, _ = fuse(joint.profile, kept)
-    return Partition(profile=joint.profile, kept=kept, simulation=simulate(fused, kept), plan=plan)
+    simulation = simulate(fused, kept)
+    sent = {at for given, node in passed if node is not None and is_transfer(given) for at in joint.storages[node]}
+    if sent:
+        carrier = carrier_of(_device_of(gm))
+        simulation = Sending(fused, simulation, kept, carrier, least_bytes=0).judge(sent).simulation
+    return Partition(profile=joint.profile, kept=kept, simulation=simulation, plan=plan, sent=frozenset(sent))
+
+
+def _device_of(gm: fx.GraphModule) -> torch.device:
+    """Where the step runs."""
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _decides(plan: Plan) -> bool:
-    """Whether anything is recomputed because the plan says so."""
-    return any(choice.decision is Decision.RECOMPUTE for choice in plan.choices)
+    """Whether anything is recomputed or offloaded because the plan says so."""
+    return any(choice.decision is not Decision.SAVE for choice in plan.choices)
 
 
 def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:

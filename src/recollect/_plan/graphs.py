@@ -22,6 +22,7 @@ from recollect._core.units import format_bytes
 from recollect._plan.budget import FASTEST, Budget
 from recollect._plan.fusing import fuse, is_pointwise, is_reducing, is_view
 from recollect._plan.problem import Problem, Run
+from recollect._plan.sent_values import Carrier, Sending, Sent
 from recollect._plan.simulate import Simulation, Simulator
 from recollect._plan.solvers.keep_sets import IntegerProgram
 from recollect._plan.waists import find_valleys
@@ -35,6 +36,12 @@ _APART, _PRICES = 0.1, 11  # how far apart prices are that are tried in any case
 _TRIES, _FEW_TRIES = 48, 12  # to keep more, of the best and of any
 _STRIDES = (1, 2, 4)  # through the valleys: of a transformer's every second one lies between two blocks
 _OF_MANY = 32  # times as large is what statistics are made of, at least
+_SENT_SHARES = (
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+)  # of what the link carries in forward: how much is kept beyond the budget, and sent
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
 
 
@@ -48,25 +55,68 @@ class KeepSet:
             compiled.
         recomputed_s: what making the rest again costs, as far as can be told.
         simulation: all of it.
+        sent: of the kept storages those that go to the host.
     """
 
     kept: frozenset[int]
     peak_bytes: int
     recomputed_s: float
     simulation: Simulation
+    sent: frozenset[int] = frozenset()
 
 
-def find_keep_set(profile: Profile, budget_bytes: int | None) -> KeepSet:
+def find_keep_set(profile: Profile, budget_bytes: int | None, carrier: Carrier | None = None) -> KeepSet:
     """The storages to keep of a joint graph so that its peak stays within a budget; with None, the smallest peak.
 
     Where nothing fits, it is the one with the smallest peak, too: whoever asks must look.
+
+    Args:
+        profile: the joint graph.
+        budget_bytes: for the peak.
+        carrier: takes some of what is kept to the host and back; None: all stays.
     """
     priced, gone = _price_all(profile)
     judge = _Judge(priced, budget_bytes)
     (run,) = judge.problem.runs_of("")
-    _try_all(judge, run)
-    best = judge.describe(_keep_more(judge, run, judge.best))
+    best = _find_within(judge, run)
+    if carrier is not None:
+        best = _find_with_sending(judge, run, best, carrier)
     return replace(best, kept=best.kept - gone)
+
+
+def _find_within(judge: _Judge, run: Run) -> KeepSet:
+    _try_all(judge, run)
+    return judge.describe(_keep_more(judge, run, judge.best))
+
+
+def _find_with_sending(judge: _Judge, run: Run, alone: KeepSet, carrier: Carrier) -> KeepSet:
+    """Keep more than fits, and send the first values away; the quickest of some such choices that fit.
+
+    Without a budget, the smallest peak and whatever lowers it further.
+    """
+    budget_bytes = judge.budget_bytes
+    whole = Sending(judge.problem.profile, alone.simulation, alone.kept, carrier)
+    found = [(whole, whole.judge(()), alone)]
+    more = (0.0,) if budget_bytes is None else (0.0, *_SENT_SHARES)
+    for share in more:
+        judge.budget_bytes = None if budget_bytes is None else _raise(budget_bytes, whole, carrier, share)
+        kept = alone if not share else _find_within(judge, run)
+        sending = Sending(judge.problem.profile, kept.simulation, kept.kept, carrier)
+        found.append((sending, sending.send_within(budget_bytes), kept))
+    judge.budget_bytes = budget_bytes
+
+    def rank(one: tuple[Sending, Sent, KeepSet]) -> tuple[float, float]:
+        sending, sent, _ = one
+        fits = budget_bytes is not None and sent.simulation.peak_bytes <= budget_bytes
+        return (0.0 if fits else float(sent.simulation.peak_bytes)), sending.recomputed_s + sent.waits_s
+
+    _, sent, kept = min(found, key=rank)
+    return replace(kept, peak_bytes=sent.simulation.peak_bytes, simulation=sent.simulation, sent=sent.storages)
+
+
+def _raise(budget_bytes: int, sending: Sending, carrier: Carrier, share: float) -> int:
+    """A budget and a share of what the link carries in forward."""
+    return budget_bytes + int(share * sending.forward_s * carrier.bytes_per_s)
 
 
 def _price_all(profile: Profile) -> tuple[Profile, frozenset[int]]:
@@ -80,19 +130,23 @@ def _made_by(call: OpCall) -> Iterator[int]:
     return (value.storage for value in call.outputs)
 
 
-def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
+def plan_within(budget: Budget, carrier: Carrier | None = None) -> Callable[[Profile], Plan]:
     """What makes a plan of a joint graph that stays within a budget: a decision for each value of forward.
 
     The plan raises `BudgetError` where nothing fits; ``"fastest"`` leaves all to the compiler.
+
+    Args:
+        budget: for the peak.
+        carrier: what takes values to the host, if they may go there.
     """
 
     def make(profile: Profile) -> Plan:
         if budget.text == FASTEST or not profile.saved:
             return Plan(name=budget.text)
         room = _leave_room(profile, budget.bytes)
-        found = find_keep_set(profile, room)
+        found = find_keep_set(profile, room, carrier)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
-            found = find_keep_set(profile, budget.bytes)
+            found = find_keep_set(profile, budget.bytes, carrier)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
             held = format_bytes(found.simulation.held_bytes)
             message = (
@@ -109,7 +163,7 @@ def plan_within(budget: Budget) -> Callable[[Profile], Plan]:
                 format_bytes(budget.bytes - found.peak_bytes),
                 format_bytes(budget.bytes - room),
             )
-        return Plan(name=budget.text, choices=tuple(_write(profile, found.kept)))
+        return Plan(name=budget.text, choices=tuple(_write(profile, found)))
 
     return make
 
@@ -126,10 +180,11 @@ def _leave_room(profile: Profile, budget_bytes: int | None) -> int | None:
     return budget_bytes - int(max(budget_bytes - held, 0) * _MARGIN)
 
 
-def _write(profile: Profile, kept: frozenset[int]) -> Iterator[Choice]:
+def _write(profile: Profile, found: KeepSet) -> Iterator[Choice]:
     for made in profile.made():
         if made.call < profile.forward_count:
-            decision = Decision.SAVE if made.storage in kept else Decision.RECOMPUTE
+            is_kept, is_sent = made.storage in found.kept, made.storage in found.sent
+            decision = Decision.OFFLOAD if is_sent else Decision.SAVE if is_kept else Decision.RECOMPUTE
             yield Choice.at(profile.calls[made.call].site(made.output), decision)
 
 

@@ -189,6 +189,10 @@ class DecisionPolicy(Policy):
         return f"Decision.{self.decision.name}"
 
 
+# Made once: inside of code that Dynamo traces, as_policy would give it an object that is not built yet.
+_DECIDED = {decision: DecisionPolicy(decision) for decision in Decision}
+
+
 def as_policy(policy: PolicyLike) -> Policy:
     """What the engine can ask: a policy of the catalogue as it is, a function or a decision wrapped into one.
 
@@ -208,7 +212,7 @@ def as_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, Decision):
-        return DecisionPolicy(policy)
+        return _DECIDED[policy]
     expected = (
         "expected a policy: one of recollect.policies, a function from a recollect.Site to a recollect.Decision, or a "
         "recollect.Decision; not "
