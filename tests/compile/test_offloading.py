@@ -307,8 +307,13 @@ def test_without_a_device_everything_stays() -> None:
     assert not any(map(is_transfer, graphs[0].graph.nodes))
 
 
+def make_deep_net() -> nn.Sequential:
+    """Products that take longer than the copies of what they are made of."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 2048)) for _ in range(6)])
+
+
 def held_after_forward(step: Any) -> int:
-    x = torch.randn(2**16, 32, device="cuda")
+    x = torch.randn(2**13, 2048, device="cuda")
     for _ in range(2):
         step(x).square().mean().backward()
     torch.cuda.synchronize()
@@ -323,7 +328,7 @@ def held_after_forward(step: Any) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_on_a_device_the_memory_after_forward_is_lower(backend: str) -> None:
-    net = make_net().cuda()
+    net = make_deep_net().cuda()
     plain = held_after_forward(torch.compile(net, backend=backend, fullgraph=True))
     torch._dynamo.reset()
     recollect.apply(net, {"*": Decision.OFFLOAD})
@@ -334,9 +339,21 @@ def test_on_a_device_the_memory_after_forward_is_lower(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_on_a_device_inputs_of_regions_are_gone_after_forward(backend: str) -> None:
-    net = make_net().cuda()
+    net = make_deep_net().cuda()
     full = held_after_forward(torch.compile(checkpoint_each(net), backend=backend, fullgraph=True))
     torch._dynamo.reset()
     away = checkpoint_each(net, offload_inputs=True)
     ours = held_after_forward(torch.compile(away, backend=backend, fullgraph=True))
     assert ours < 0.7 * full
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels
+def test_on_a_device_gradients_are_those_of_the_compiled_step_bit_for_bit() -> None:
+    net, x = make_deep_net().cuda(), torch.randn(2**13, 2048, device="cuda")
+    plain = gradients(net, torch.compile(net, fullgraph=True), x)
+    torch._dynamo.reset()
+    recollect.apply(net, {"*": Decision.OFFLOAD})
+    step = torch.compile(net, fullgraph=True)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(net, step, x), plain))
