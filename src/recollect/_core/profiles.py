@@ -186,7 +186,7 @@ class Profile:
     def _repr_html_(self) -> str:
         return profile_as_html(self)
 
-    @property
+    @functools.cached_property
     def forward_count(self) -> int:
         """The number of calls in forward, up to the first that is not."""
         return count_forward(self.calls)

@@ -222,7 +222,7 @@ class _Found:
 
 
 class _Judge:
-    """Judges keep sets of a step, each once, and remembers the best for a budget.
+    """Finds and judges keep sets of a step, each once, and remembers the best for a budget, which may change.
 
     Attributes:
         problem: the step.
@@ -233,6 +233,17 @@ class _Judge:
         self.problem, self.budget_bytes = Problem(priced), budget_bytes
         self._simulator = Simulator(priced)
         self._known: dict[frozenset[int], _Found] = {}
+        self._programs: dict[frozenset[int], IntegerProgram] = {}
+        self._solved: dict[tuple[frozenset[int], float], frozenset[int]] = {}
+
+    def solve(self, run: Run, there: frozenset[int], price_of_byte: float) -> frozenset[int]:
+        """What is best kept at a price for a byte, beside what is kept in any case."""
+        key = there, price_of_byte
+        if key not in self._solved:
+            if there not in self._programs:
+                self._programs[there] = IntegerProgram(self.problem, run, needs=run.needs, there=there)
+            self._solved[key] = self._programs[there].keep_at(price_of_byte) | there
+        return self._solved[key]
 
     @property
     def best(self) -> _Found:
@@ -273,16 +284,15 @@ def _try_all(judge: _Judge, run: Run) -> None:
     for kept in dict.fromkeys(_list_standard(problem, run, always)):
         judge(kept)
     for there in dict.fromkeys((always, *(always | crossing for crossing in _list_crossings(problem, run)))):
-        program = IntegerProgram(problem, run, needs=run.needs, there=there)
         low, high = 0.0, _find_highest(problem)
-        small, large = judge(program.keep_at(high) | there), plain
+        small, large = judge(judge.solve(run, there, high)), plain
         for price_of_byte in _list_prices(high) if there == always else ():
-            found = judge(program.keep_at(price_of_byte) | there)
+            found = judge(judge.solve(run, there, price_of_byte))
             if judge.fits(found):
                 low, high, small = price_of_byte * _APART, price_of_byte, found
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5 if low else high / 2**_BISECTIONS
-            found = judge(program.keep_at(middle) | there)
+            found = judge(judge.solve(run, there, middle))
             if judge.fits(found):
                 high, small = middle, found
             else:

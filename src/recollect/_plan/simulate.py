@@ -123,6 +123,9 @@ class Simulator:
         self._makers = self._find_makers()
         returned = [at for at in self._makers if storages[at].lifetime is Lifetime.RETURNED]
         self._always = frozenset([*self._held, *self._given, *returned])
+        self._plain = [Step(call=number) for number in range(len(calls))]
+        self._again = [Step(call=number, again=True) for number in range(self._forward_count)]
+        self._workspaces = [call.workspace_bytes for call in calls]
 
     def run(self, kept: Collection[int]) -> Simulation:
         """Judge a keep set; see `simulate`."""
@@ -131,14 +134,15 @@ class Simulator:
     def schedule(self, kept: Collection[int]) -> tuple[Step, ...]:
         """The order of running: forward, then backward with each recomputation just before its first use."""
         there = {*self._always, *kept}
-        steps = [Step(call=number) for number in range(self._forward_count)]
+        steps = self._plain[: self._forward_count]
         for number in range(self._forward_count, len(self._reads)):
-            again = self._calls_for([storage for storage in self._reads[number] if storage not in there], there)
-            for other in again:
-                there.update(self._makes[other])
+            if not there.issuperset(self._reads[number]):
+                missing = [storage for storage in self._reads[number] if storage not in there]
+                for other in self._calls_for(missing, there):
+                    there.update(self._makes[other])
+                    steps.append(self._again[other])
             there.update(self._makes[number])
-            steps += [Step(call=other, again=True) for other in again]
-            steps.append(Step(call=number))
+            steps.append(self._plain[number])
         return tuple(steps)
 
     def measure(self, steps: Sequence[Step], kept: Collection[int]) -> Simulation:
@@ -151,14 +155,27 @@ class Simulator:
         backward_start = next((at for at, step in enumerate(steps) if step.again or step.call >= first), len(steps))
         copies = [_Copy(storage, 0) for storage in self._held]
         now = {copy.storage: copy for copy in copies}
-        transient = []
+        transient = []  # the bytes that each step takes only while it runs
         for at, step in enumerate(steps):
             if at == backward_start:
                 there = {*self._always, *kept}
                 now = {storage: copy for storage, copy in now.items() if storage in there}
                 now |= {storage: _Copy(storage, at) for storage in self._given}
                 copies += [now[storage] for storage in self._given]
-            transient.append(self._run(step, at, now, copies))
+            call = step.call
+            passing, reads = self._workspaces[call], self._reads[call]
+            for storage in reads:  # by far the most of what a solver does: nothing is called in these loops
+                copy = now.get(storage)
+                if copy is None:
+                    raise ValueError(self._say_missing(at, call, storage))
+                copy.last_use = at
+            for storage in self._makes[call]:
+                if storage not in now:
+                    now[storage] = copy = _Copy(storage, at)
+                    copies.append(copy)
+                elif step.again and storage not in reads:
+                    passing += self._sizes[storage]  # a second one beside the one that is there, dropped at once
+            transient.append(passing)
         again = [calls[step.call] for step in steps if step.again]
         seconds = [call.seconds for call in again if call.seconds is not None]
         return Simulation(
@@ -197,28 +214,8 @@ class Simulator:
                     missing += [read for read in self._reads[number] if read not in there]
         return sorted(needed)
 
-    def _run(self, step: Step, at: int, now: dict[int, _Copy], copies: list[_Copy]) -> int:
-        """Follow one step.
-
-        Returns:
-            The bytes that it takes only while it runs.
-        """
-        reads = self._reads[step.call]
-        for storage in reads:
-            if storage not in now:
-                message = (
-                    f"step {at} ({self.profile.calls[step.call].op}) reads storage {storage}, which is not in memory"
-                )
-                raise ValueError(message)
-            now[storage].last_use = at
-        transient = self.profile.calls[step.call].workspace_bytes
-        for storage in self._makes[step.call]:
-            if storage not in now:
-                now[storage] = _Copy(storage, at)
-                copies.append(now[storage])
-            elif step.again and storage not in reads:
-                transient += self._sizes[storage]  # a second one beside the one that is there, dropped at once
-        return transient
+    def _say_missing(self, at: int, call: int, storage: int) -> str:
+        return f"step {at} ({self.profile.calls[call].op}) reads storage {storage}, which is not in memory"
 
     def _sweep(self, copies: list[_Copy], transient: list[int]) -> tuple[int, ...]:
         """The bytes in use during each step."""
