@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from annotated import RematBlock
 from cases import Setting
 from llama_like import Layers, LlamaLike, one_by_one
@@ -18,12 +19,17 @@ from training import PLAIN, each_block
 import recollect
 from recollect import Choice as Rule
 from recollect import Decision, Plan, Profile, policies
+from recollect._compile.speeds import carrier_of
 from recollect._plan.budget import Budget
 from recollect._plan.graphs import find_keep_set, plan_within
+from recollect._plan.sent_values import Carrier
 
 FULL = "full"
 BUDGETS = {0.5: 0.6, 0.3: 0.6, 0.1: 0.6, 0.8: 0.6}
 """The compiler's budgets, and what our peak may be of theirs in a step that takes no longer."""
+
+SHARES = (0.47, 0.18, 0.38, 0.75)
+"""What our planner is given of the plain step's activations."""
 
 Prepare = Callable[[LlamaLike], tuple[LlamaLike, Layers]]
 """Makes the model to compile, which shares the given one's parameters, and what runs its blocks."""
@@ -116,13 +122,13 @@ def cut_by(*choices: Rule) -> dict[str, Any]:
     return {"custom_partitioner_fn": recollect.partitioner(Plan(choices=choices))}
 
 
-def within(share: float) -> dict[str, Any]:
+def within(share: float, carrier: Carrier | None = None) -> dict[str, Any]:
     """What the graph's own planner keeps, at a share of what the plain graph takes beyond its inputs."""
 
     def make(profile: Profile) -> Plan:
         whole = find_keep_set(profile, 2**62).simulation
         most = whole.held_bytes + int((whole.peak_bytes - whole.held_bytes) * share)
-        return plan_within(Budget(text=f"{share:.0%}", bytes=most))(profile)
+        return plan_within(Budget(text=f"{share:.0%}", bytes=most), carrier)(profile)
 
     return {"custom_partitioner_fn": recollect.partitioner(planner=make)}
 
@@ -144,7 +150,7 @@ def same_policies(model: LlamaLike, ops: Ops, setting: Setting) -> list[Candidat
     return found
 
 
-def more_of_ours(ops: Ops, blocks: int) -> list[Candidate]:
+def more_of_ours(ops: Ops, blocks: int, device: torch.device) -> list[Candidate]:
     """Between the same policies: where the compiler's budgets end up."""
     everything = policies.save_ops(*map(str, ops.all))
     attention = [Rule(decision=Decision.SAVE, op=str(op)) for op in ops.attention]
@@ -164,7 +170,8 @@ def more_of_ours(ops: Ops, blocks: int) -> list[Candidate]:
     }
     matmuls = linears("attention.*", "mlp.*")
     plans = {
-        **{f"within {share:.0%}": within(share) for share in (0.47, 0.18, 0.38, 0.75)},
+        **{f"within {share:.0%}": within(share) for share in SHARES},
+        **{f"within {share:.0%}, host": within(share, carrier_of(device)) for share in SHARES if device.type != "cpu"},
         "plan mm+sdpa": planned(*attention, *matmuls),
         "plan sdpa+out": planned(*attention, *linears("attention.out")),
         "plan mm+sdpa, rest torch's": cut_by(*attention, *matmuls),
@@ -192,6 +199,6 @@ def candidates(model: LlamaLike, ops: Ops, setting: Setting) -> list[Candidate]:
     same = same_policies(model, ops, setting)
     budgets = [Candidate(name=f"budget {budget}", prepare=run_by(one_by_one), budget=budget) for budget in BUDGETS]
     plain = Candidate(name=PLAIN, prepare=run_by(one_by_one))
-    between = more_of_ours(ops, len(model.layers))
+    between = more_of_ours(ops, len(model.layers), setting.device)
     everyone = [*same[:4], *budgets, *between, *same[4:], plain, *rivals(setting)]
     return [one for one in everyone if not setting.only or any(part in one.name for part in setting.only)]

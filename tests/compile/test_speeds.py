@@ -1,6 +1,6 @@
 """How fast graphs are taken to run when their transfers are planned."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,30 +9,42 @@ from recollect._compile import speeds
 from recollect._core.calls import OpCall, Value
 from recollect._profile.links import Link
 
+DEVICE = torch.device("cuda")
+
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """An H200 by name, on which one product takes twice the estimate, and whose link carries 10 and 20 GB/s."""
+def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """An H200 by name, whose link carries 10 and 20 GB/s; says how long a product takes, in estimates."""
     known = speeds.find_device("H200")
     links = [Link(name="up", bytes_per_s=10e9), Link(name="down", bytes_per_s=20e9)]
-    product_s = 2 * speeds.estimate_s(speeds._make_product(), known)
+    product_s = speeds.estimate_s(speeds._make_product(), known)
     monkeypatch.setattr(speeds, "find_device", lambda device: known)
     monkeypatch.setattr(speeds, "measure_pinned", lambda device: links)
-    monkeypatch.setattr(speeds, "_measure_product_s", lambda device: product_s)
-    speeds.carrier_of.cache_clear()
-    yield torch.device("cuda")
+
+    def set_pace(pace: float) -> None:
+        monkeypatch.setattr(speeds, "_measure_product_s", lambda device: pace * product_s)
+        speeds.carrier_of.cache_clear()
+
+    set_pace(1.0)
+    yield set_pace
     speeds.carrier_of.cache_clear()
 
 
-def test_kernels_are_estimated_at_the_pace_of_a_measured_product(device: torch.device) -> None:
+@pytest.mark.parametrize(("measured", "counts"), [(0.5, 0.5), (0.9, 0.8), (7.0, 0.8)])
+def test_a_quick_product_makes_estimates_shorter_and_a_slow_one_may_be_a_busy_device(
+    take: Callable[[float], None], measured: float, counts: float
+) -> None:
+    take(measured)
     value = Value(storage=0, shape=(1024, 1024), dtype="bfloat16", bytes=2**21)
     call = OpCall(op="aten.mm.default", inputs=(value, value), outputs=(Value(storage=1, bytes=2**21),), flops=2**31)
     known = speeds.find_device("H200")
-    assert speeds.carrier_of(device).seconds_of(call) == 2 * (speeds.estimate_s(call, known) - known.launch_s)
+    expected = counts * (speeds.estimate_s(call, known) - known.launch_s)
+    assert speeds.carrier_of(DEVICE).seconds_of(call) == pytest.approx(expected)
 
 
-def test_a_link_is_taken_to_carry_less_than_its_slower_way_does(device: torch.device) -> None:
-    assert speeds.carrier_of(device).bytes_per_s == speeds._LINK_SHARE * 10e9
+@pytest.mark.usefixtures("take")
+def test_a_link_is_taken_to_carry_less_than_its_slower_way_does() -> None:
+    assert speeds.carrier_of(DEVICE).bytes_per_s == speeds._LINK_SHARE * 10e9
 
 
 def test_the_best_round_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
