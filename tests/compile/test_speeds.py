@@ -7,6 +7,7 @@ import torch
 
 from recollect._compile import speeds
 from recollect._core.calls import OpCall, Value
+from recollect._profile.dry.roofline import estimate_s, find_device
 from recollect._profile.links import Link
 
 DEVICE = torch.device("cuda")
@@ -15,9 +16,9 @@ DEVICE = torch.device("cuda")
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """An H200 by name, whose link carries 10 and 20 GB/s; says how long a product takes, in estimates."""
-    known = speeds.find_device("H200")
+    known = find_device("H200")
     links = [Link(name="up", bytes_per_s=10e9), Link(name="down", bytes_per_s=20e9)]
-    product_s = speeds.estimate_s(speeds._make_product(), known)
+    product_s = estimate_s(speeds._make_product(), known)
     monkeypatch.setattr(speeds, "find_device", lambda device: known)
     monkeypatch.setattr(speeds, "measure_pinned", lambda device: links)
 
@@ -37,8 +38,8 @@ def test_a_quick_product_makes_estimates_shorter_and_a_slow_one_may_be_a_busy_de
     take(measured)
     value = Value(storage=0, shape=(1024, 1024), dtype="bfloat16", bytes=2**21)
     call = OpCall(op="aten.mm.default", inputs=(value, value), outputs=(Value(storage=1, bytes=2**21),), flops=2**31)
-    known = speeds.find_device("H200")
-    expected = counts * (speeds.estimate_s(call, known) - known.launch_s)
+    known = find_device("H200")
+    expected = counts * (estimate_s(call, known) - known.launch_s)
     assert speeds.carrier_of(DEVICE).seconds_of(call) == pytest.approx(expected)
 
 
