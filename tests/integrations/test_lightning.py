@@ -9,7 +9,10 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from recollect import fit as fit_step
@@ -78,17 +81,43 @@ def own_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+class Sharded(Task):
+    """Shards itself, as the strategy for FSDP2 and tensor parallelism asks of a module."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
 @pytest.mark.usefixtures("own_environment")
-def test_a_strategy_that_wraps_the_module_trains_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind", "how"),
+    [
+        ("ddp", Task, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        ("ddp_find_unused_parameters_true", Task, {}),
+        (ModelParallelStrategy, Sharded, {}),
+    ],
+    ids=["ddp", "unused", "fsdp2"],
+)
+def test_a_strategy_that_wraps_or_shards_the_module_trains_the_same(
+    strategy: Any, kind: type[Task], how: dict[str, Any], tmp_path: Path
+) -> None:
     found = []
     for callbacks in ([], [RecollectCallback(policy="selective")]):
         torch.manual_seed(0)
-        task = Task()
-        fit(task, tmp_path, callbacks, strategy="ddp", devices=1, accumulate_grad_batches=2, precision="bf16-mixed")
+        task = kind()
+        made = strategy if isinstance(strategy, str) else strategy()
+        fit(task, tmp_path, callbacks, strategy=made, devices=1, **how)
         assert bool(task.again) == bool(callbacks)
         assert not any("forward" in vars(layer) for layer in task.net.modules())
-        found.append(list(task.parameters()))
+        found.append([whole(parameter) for parameter in task.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def test_a_fit_that_fails_leaves_a_plain_module(tmp_path: Path) -> None:
