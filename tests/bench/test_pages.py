@@ -100,6 +100,20 @@ def test_a_page_without_a_place_or_a_device_without_figures_is_refused(
         write_page(RESULTS, page, device=device)
 
 
+def test_a_page_that_does_not_exist_is_begun(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "new.md"
+    with pytest.raises(ValueError, match="nothing was measured"):
+        write_page(RESULTS, page, device="TPU")
+    assert not page.exists()
+    assert page in write_page(RESULTS, page, device="GPU")
+    first = page.read_text("utf-8")
+    assert first.startswith("# Benchmarks\n")
+    assert "| size, mode | way |" in first
+    write_page(RESULTS, page, device="GPU")
+    assert page.read_text("utf-8") == first
+
+
 def test_what_takes_far_longer_is_named_with_its_number() -> None:
     pytest.importorskip("matplotlib")
     from recollect._bench.plot import draw_frontier

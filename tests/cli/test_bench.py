@@ -119,7 +119,7 @@ def test_another_budget_is_another_measurement(invoke: Invoke, asked: list[Any])
         (("--largest", "batch", "--budget", "lots"), "--budget: size 'lots'"),
         (("--device", "tpu"), "--device tpu: expected cpu or cuda"),
         (("--results", "x.txt"), "x.txt: the extension says what to write"),
-        (("--page", "none.md"), "none.md"),
+        (("--page", "none.md"), "yet: run recollect bench without --page first"),
     ],
 )
 def test_wrong_usage_of_the_benchmarks_is_explained(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import recollect
 from recollect._cli import checks
 from recollect._cli.checks import Check, CheckState, judge_torch
 from tests.cli.conftest import Invoke
@@ -27,6 +28,7 @@ def test_findings_as_json_are_alone_on_standard_output(invoke: Invoke) -> None:
     states = {check["name"]: check["state"] for check in found["checks"]}
     assert {"Python", "torch", "torch internals", "torch.compile", "host memory", "pinned memory"} <= set(states)
     assert (states["torch"], states["torch internals"]) == ("ok", "ok")
+    assert found["checks"][0] == {"name": "recollect", "state": "ok", "found": recollect.__version__}
     assert {"inside host memory", "to disk", "from disk"} <= {link["name"] for link in found["links"]}
     assert all(link["bytes_per_s"] > 0 for link in found["links"])
     assert len(found["devices"]) == (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)

@@ -254,7 +254,7 @@ def test_without_scipy_fit_says_so_before_it_runs_a_step(monkeypatch: pytest.Mon
     def run(batch: Tensor) -> None:
         raise AssertionError(batch)
 
-    with pytest.raises(ImportError, match=r"^a plan needs scipy, .*\nInstall it: pip install 'recollect\[plan\]'"):
+    with pytest.raises(ImportError, match=r'^a plan needs scipy, .* Run: pip install "recollect\[plan\]"$'):
         recollect.fit(Net(), x(), step=run, budget="min")
 
 
@@ -488,3 +488,28 @@ def test_compat_and_integrations_are_there_without_another_import() -> None:
         assert done.returncode == 0, done.stderr
         assert "'compat'" in done.stdout
         assert "'sys'" not in done.stdout
+
+
+def test_each_integration_is_loaded_when_it_is_named() -> None:
+    program = """
+import sys, recollect
+assert not any(name.startswith("recollect.integrations.") for name in sys.modules)
+print(dir(recollect.integrations), recollect.integrations.pipelining.share_recomputation.__name__)
+assert "recollect.integrations.export" not in sys.modules
+try:
+    recollect.integrations.transformer
+except AttributeError as error:
+    print(error)
+sys.modules["transformers"] = None
+try:
+    recollect.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = ["accelerate", "export", "lightning", "pipelining", "transformers"]
+    first, wrong, missing = done.stdout.splitlines()
+    assert first == f"{names} share_recomputation"
+    assert wrong == f"module 'recollect.integrations' has no attribute 'transformer'; it has {', '.join(names)}"
+    assert 'Run: pip install "recollect[transformers]"' in missing

@@ -257,7 +257,7 @@ def test_diff_names_the_regions_that_are_treated_otherwise() -> None:
 def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("scipy", *(name for name in sys.modules if name.startswith("scipy."))):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'recollect\[plan\]'"):
+    with pytest.raises(ImportError, match=r'pip install "recollect\[plan\]"'):
         recollect.plan(recollect.profile(torch.nn.Linear(2, 2), torch.ones(1, 2)), budget="min")
 
 

@@ -13,6 +13,7 @@ from recollect._core.numbers import format_seconds
 from recollect._core.units import format_bytes
 
 _PLACE = re.compile(r"(<!-- table: frontier -->\n).*?(<!-- end -->)", re.DOTALL)
+_NEW_PAGE = "# Benchmarks\n\n<!-- table: frontier -->\n<!-- end -->\n"
 _HEAD = (
     "| size, mode | way | peak | of activations | step | over plain | spread | recollect at that peak |\n"
     "|---|---|--:|--:|--:|--:|--:|--:|"
@@ -24,21 +25,22 @@ def write_page(results: Results, page: Path, *, device: str) -> list[Path]:
 
     Args:
         results: all that was measured.
-        page: a file in Markdown, with ``<!-- table: frontier -->`` and ``<!-- end -->``; plots go to its ``images/``.
+        page: a file in Markdown, with ``<!-- table: frontier -->`` and ``<!-- end -->``, or a new one; plots go to its
+            ``images/``.
         device: whose figures are shown.
 
     Returns:
         The files that were written.
 
     Raises:
-        ValueError: the page has no such place, or nothing was measured on the device.
+        ValueError: an existing page has no such place, or nothing was measured on the device.
     """
-    text = page.read_text("utf-8")
+    text = page.read_text("utf-8") if page.exists() else _NEW_PAGE
     if not _PLACE.search(text):
         message = f"{page} has no markers for the tables: expected <!-- table: frontier --> ... <!-- end -->"
         raise ValueError(message)
     if not any(one.cell.device == device for one in results.measured):
-        message = f"nothing was measured on {device!r}"
+        message = f"nothing was measured on {device!r} yet: run recollect bench without --page first"
         raise ValueError(message)
     from recollect._bench.plot import draw_frontier, draw_frontiers
 

@@ -74,6 +74,11 @@ class Accelerator:
 Checking = Callable[[], Iterator[Check]]
 
 
+def check_recollect() -> Iterator[Check]:
+    """This library: reports of what does not work begin with its version."""
+    yield Check(name="recollect", state=CheckState.OK, found=recollect.__version__)
+
+
 def check_python() -> Iterator[Check]:
     """The interpreter."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
@@ -276,7 +281,7 @@ _EXTRAS = (
     ("typer", "cli", "commands"),
     ("matplotlib", "plot", "plots"),
 )
-_TRAINERS = ("transformers", "accelerate", "lightning", "peft", "trl")
+_TRAINERS = ("transformers", "accelerate", "lightning", "peft", "trl", "diffusers", "timm", "bitsandbytes")
 
 
 def check_extras() -> Iterator[Check]:
@@ -299,6 +304,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 CHECKS: tuple[Checking, ...] = (
+    check_recollect,
     check_python,
     check_torch,
     check_seam,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 INSTALL = (
-    "a plan needs scipy, whose HiGHS solver makes it, but scipy cannot be imported.\n"
-    "Install it: pip install 'recollect[plan]'"
+    'a plan needs scipy, whose HiGHS solver makes it, but scipy cannot be imported. Run: pip install "recollect[plan]"'
 )
 
 
