@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import refuse_missing
 from peers import OURS
 from rich.console import Console
 from rich.table import Table
@@ -85,6 +86,7 @@ def main(about: str, choices: Mapping[str, Choice], *, skipped: Sequence[str] = 
     parser.add_argument("--only", action="append", default=[], help="candidates, or models, whose names hold this")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
     options = parser.parse_args()
+    refuse_missing(parser, options.device)
     names = options.case or [name for name, choice in choices.items() if options.device in choice.unasked]
     elsewhere = [name for name, choice in choices.items() if options.device not in choice.devices]
     if not set(elsewhere).isdisjoint(names):

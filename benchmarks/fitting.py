@@ -21,6 +21,7 @@ from typing import Any
 
 import packaged
 import torch
+from devices import refuse_missing
 from packaged import MODELS, Packaged, Size, available
 from phases import watched
 from torch import Tensor, nn
@@ -169,6 +170,7 @@ def main() -> None:
     for name, value in (("width", 256), ("layers", 8), ("tokens", 256), ("batch", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
+    refuse_missing(parser, options.device)
     packaged.VOCAB = options.vocab
     small = Size(options.width, options.layers, options.tokens, options.batch)
     clock = time.perf_counter if options.device == "cuda" else time.process_time

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import refuse_missing
 from phases import watched
 from profiles import make_step
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -270,6 +271,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not options.dry:
+        refuse_missing(parser, options.device)
     if options.quick:
         options.rounds, options.repeats = 1, 3
     started = time.perf_counter()

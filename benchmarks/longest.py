@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from devices import refuse_missing
 from llama_like import LlamaLike
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -149,6 +150,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="which ways")
     parser.add_argument("--tokens", type=int, nargs="*", help="run `fit` with levers at these lengths, search nothing")
     options = parser.parse_args()
+    if not options.dry:
+        refuse_missing(parser, options.device)
     unit = 1024 if options.device == "cuda" or options.dry else 64
     budget = parse_bytes(options.budget)
     ways: dict[str, Way] = {"plain": plain, "torch full": torch_full, "fit with levers": fit}

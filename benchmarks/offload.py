@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from devices import refuse_missing
 from llama_like import LlamaLike
 from offload_disk import measure_disk
 from offload_host import MOST_US, measure_host
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4.0, help="how much to write there")
     parser.add_argument("--small", action="store_true", help="a small model, to see that everything runs")
     options = parser.parse_args()
+    refuse_missing(parser, options.device)
     device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
     if options.case in ("all", "step"):
         on_device(SMALL if options.small else COMPUTE, device)

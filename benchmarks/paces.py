@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from devices import refuse_missing
 
 import recollect
 from recollect import BudgetError, Plan, Profile
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=4)
     options = parser.parse_args()
+    refuse_missing(parser, options.device)
     for name in options.models:
         case, size = CASES[name]
         run(

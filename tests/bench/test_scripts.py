@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,16 @@ def test_every_script_can_be_loaded() -> None:
         [sys.executable, "-c", LOAD, str(SCRIPTS), *names], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["offload.py", "overhead.py"])
+def test_a_script_says_in_a_line_that_its_device_is_missing(script: str) -> None:
+    for package in ("rich", "scipy", "torch_remat", "transformers"):
+        pytest.importorskip(package)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), "--device", "cuda"],
+        check=False, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"{script}: error: --device cuda: torch finds no CUDA device on this machine"
