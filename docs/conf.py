@@ -26,6 +26,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 myst_heading_anchors = 3
+smartquotes = False  # errors quote code, which readers search for and copy
 
 # No inventories are fetched, so that the build needs no network: names of other projects cannot be resolved, nor can
 # our own type variables and other private names that appear in public signatures.

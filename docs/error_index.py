@@ -45,6 +45,8 @@ CAUSES = {
     "AttributeError": "The name is misspelled, or belongs to a different version.",
     "exit code 1 or 2": "Wrong usage, or your code failed. See `recollect COMMAND --help`.",
     "ImportError": "A package is missing. Install it.",
+    "OffloadError": "Memory or the disk failed at that moment: no room, no permission, or damaged bytes.",
+    "CellFailedError": "The benchmark goes on with the next measurement. Run it again to measure this one.",
     "Warning": "The step continues. The text says what was not done.",
 }
 _BUILTIN = (
@@ -83,9 +85,14 @@ class Names:
                 own.setdefault(_name_of(node.targets[0]), []).append(node)
 
     def find(self, name: str, file: str) -> list[tuple[ast.AST, str]]:
-        """What a name means in a file, and where that is: what the file itself defines, else all of that name."""
-        files = [file] if name in self._files.get(file, {}) else list(self._files)
-        return [(node, other) for other in files for node in self._files[other].get(name, ())]
+        """What a name means in a file, and where that is: its own, or its package's, else all of that name."""
+        package = file.rpartition("/")[0]
+        beside = [other for other in self._files if other.rpartition("/")[0] == package]
+        for files in ([file] if file in self._files else [], beside, list(self._files)):
+            found = [(node, other) for other in files for node in self._files[other].get(name, ())]
+            if found:
+                return found
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -487,7 +487,8 @@ def test_a_forward_context_that_swallows() -> None:
 
     call = lambda: compat.checkpoint(fn, X, use_reentrant=False, context_fn=lambda: (Swallow(), Swallow()))  # noqa: E731
     assert text_of(recollect.CheckpointError, call) == (
-        "region 'fn': the forward context of context_fn swallowed the function's exception"
+        "region 'fn': the forward context of context_fn swallowed the function's exception. "
+        "Let its __exit__ return False: the region has no result to return"
     )
 
 

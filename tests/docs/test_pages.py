@@ -52,6 +52,24 @@ def test_a_function_of_the_same_name_in_another_file_gives_no_text(index: Module
     assert [(entry.file, entry.text) for entry in entries] == [("two.py", "no such batch"), ("one.py", "no such plan")]
 
 
+def test_a_function_of_its_own_package_gives_its_text_before_those_of_others(index: ModuleType, tmp_path: Path) -> None:
+    sources = {
+        "_offload/sending.py": "def f(self):\n    raise OffloadError(self._describe())\n",
+        "_offload/transfers.py": "def _describe():\n    return 'a copy failed'\n",
+        "_apply/rules.py": "def _describe():\n    return 'recompute it all'\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source, "utf-8")
+    entries, unknown = index.find_entries(tmp_path)
+    assert ([entry.text for entry in entries], unknown) == (["a copy failed"], [])
+
+
+def test_no_text_of_the_library_is_called_a_fault_of_its_own_without_need(index: ModuleType) -> None:
+    entries, _ = index.find_entries()
+    assert [entry.text for entry in entries if entry.cure == index._BUILTIN] == []
+
+
 def test_a_text_is_split_into_what_and_what_to_do(index: ModuleType, tmp_path: Path) -> None:
     message = "no plan fits {x}: the least is {x + 1}. Raise the budget"
     source = f"def f(x):\n    message = f'{message}'\n    raise ValueError(message)\n"

@@ -53,7 +53,10 @@ class Region:
         except BaseException as error:
             if not frame.fail(error):
                 raise
-            message = f"region '{self.name}': the forward context of context_fn swallowed the function's exception"
+            message = (
+                f"region '{self.name}': the forward context of context_fn swallowed the function's exception. "
+                "Let its __exit__ return False: the region has no result to return"
+            )
             raise CheckpointError(message) from error
         frame.leave(result)
         return result

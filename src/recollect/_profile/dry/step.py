@@ -241,12 +241,13 @@ def _explained(modules: Iterable[nn.Module], answers: Sequence[str]) -> Generato
                 "dry=False"
             )
             raise ValueError(message) from error
-        why = "tensors have no values" if "numpy" in str(error) else "modules cannot be converted"
-        cure = "P" if "numpy" in str(error) else "Convert models before the step, or p"
-        message = (
-            f"{_locate(error, modules)}said '{_first_line(error)}': in a dry profile {why}. {cure}rofile a real step: "
-            "dry=False"
-        )
+        said = f"{_locate(error, modules)}said '{_first_line(error)}': in a dry profile"
+        if "numpy" in str(error):
+            message = f"{said} tensors have no values. Profile a real step: dry=False"
+        else:
+            message = (
+                f"{said} modules cannot be converted. Convert them before the step, or profile a real one: dry=False"
+            )
         raise ValueError(message) from error
 
 
