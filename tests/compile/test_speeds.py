@@ -24,11 +24,11 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
 
     def set_pace(pace: float) -> None:
         monkeypatch.setattr(speeds, "_measure_product_s", lambda device: pace * product_s)
-        speeds.carrier_of.cache_clear()
+        speeds._carrier_of.cache_clear()
 
     set_pace(1.0)
     yield set_pace
-    speeds.carrier_of.cache_clear()
+    speeds._carrier_of.cache_clear()
 
 
 @pytest.mark.parametrize(("measured", "counts"), [(0.5, 0.5), (0.9, 0.8), (7.0, 0.8)])
@@ -48,6 +48,15 @@ def test_a_link_is_taken_to_carry_less_than_its_slower_way_does() -> None:
     assert speeds.carrier_of(DEVICE).bytes_per_s == speeds._LINK_SHARE * 10e9
 
 
+@pytest.mark.usefixtures("take")
+def test_of_several_processes_none_measures_what_others_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert speeds.carrier_of(DEVICE).bytes_per_s == speeds._LINK_SHARE * speeds._TYPICAL_LINK
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    assert speeds.carrier_of(DEVICE).bytes_per_s == speeds._LINK_SHARE * 10e9
+
+
 def test_the_best_round_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 8.0, 10.0, 14.0, 20.0, 26.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
@@ -63,6 +72,6 @@ def test_the_best_round_of_products_counts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_measuring_a_device_draws_no_random_numbers() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     before = torch.cuda.get_rng_state()
-    speeds.carrier_of.cache_clear()
+    speeds._carrier_of.cache_clear()
     assert speeds.carrier_of(device).bytes_per_s > 0
     assert torch.equal(torch.cuda.get_rng_state(), before)

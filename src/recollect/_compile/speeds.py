@@ -13,6 +13,7 @@ import logging
 import time
 
 import torch
+from torch import distributed
 
 from recollect._core.calls import OpCall, Value
 from recollect._core.torch_private.dispatch import without_dispatch_modes
@@ -24,22 +25,30 @@ from recollect._profile.links import measure_pinned
 _log = logging.getLogger("recollect")
 
 _TYPICAL = "H100"
-_TYPICAL_LINK = 25e9  # bytes a second, where nothing can be measured
+_TYPICAL_LINK = 25e9  # bytes a second, where nothing is measured
 _FUSED = 0.3  # of the time of a pointwise kernel of its own: most are a part of others
 _USUAL_PACE = 0.8  # of the estimate
 _LINK_SHARE = 0.85  # of what the link carries: a copy that is late is waited for, one that is early is not
 _SIDE, _IN_A_ROW, _ROUNDS = 4096, 8, 8  # of the product, and how often it runs: about 20 ms on an H200
 
 
-@functools.lru_cache(maxsize=8)
 def carrier_of(device: torch.device) -> Carrier:
-    """Of a device that is here. Link and pace are measured once per process, in about half a second."""
+    """Of a device that is here. Link and pace are measured once per process, in about half a second.
+
+    Of several processes nothing is measured: their graphs may communicate, so all must keep and recompute the same.
+    """
+    is_alone = not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+    return _carrier_of(device, measures=device.type != "cpu" and is_alone)
+
+
+@functools.lru_cache(maxsize=8)
+def _carrier_of(device: torch.device, *, measures: bool) -> Carrier:
     try:
         known = find_device(device)
     except ValueError:  # nobody knows it
         known = find_device(_TYPICAL)
     link, pace = _TYPICAL_LINK, _USUAL_PACE
-    if device.type != "cpu":
+    if measures:
         with without_dispatch_modes():
             link = min((one.bytes_per_s for one in measure_pinned(device)), default=_TYPICAL_LINK)
             pace = min(pace, _measure_product_s(device) / estimate_s(_make_product(), known))
