@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import nn
 
-from recollect._compile.keys import has_functions, key_of
+from recollect._compile.keys import goes_by_names, key_of, name_of_all
 from recollect._compile.offloading import INPUTS, refuse_tier
 from recollect._compile.operator import region_operator
 from recollect._core.torch_private.capturing import (
@@ -17,7 +16,7 @@ from recollect._core.torch_private.capturing import (
     modules_called,
     value_of,
 )
-from recollect._policy.base import CallPolicy, Policy
+from recollect._policy.base import Policy
 
 
 def read_options(called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -37,10 +36,10 @@ def read_options(called: list[Any], options: dict[str, Any]) -> dict[str, Any]:
     if policy is not None:
         policy = policy.within(name)
         _check_modules(policy, modules_called(called))
-    if policy is not None and has_functions(policy) and not isinstance(policy, CallPolicy):
+    if goes_by_names(policy):
         value_of(options["name"])
     else:
-        name = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+        name = name_of_all(name)
     constants = {"name": name, "key": key_of(policy)}
     return {**constants, "offloads_inputs": True} if sends == INPUTS else constants
 

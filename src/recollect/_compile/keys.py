@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import itertools
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 
 from recollect._core.errors import CompileError
 from recollect._core.torch_private.ops import op_name
-from recollect._policy.base import FunctionPolicy, Policy
+from recollect._policy.base import CallPolicy, FunctionPolicy, Policy
 from recollect._policy.combine import Combination
 from recollect._policy.places import SaveModules
 from recollect._policy.presets import ReadyMade
@@ -79,6 +80,20 @@ def key_of(policy: Policy | None) -> str:
 def has_functions(policy: Policy) -> bool:
     """Whether users' functions decide, which may go by anything that a site says."""
     return any(not isinstance(one, type | Policy) for one in _unsaid_in(policy))
+
+
+def goes_by_names(policy: Policy | None) -> bool:
+    """Whether a policy may go by the name of the region that it is asked about."""
+    return policy is not None and has_functions(policy) and not isinstance(policy, CallPolicy)
+
+
+def name_of_all(name: str) -> str:
+    """The name that all of a list's equal blocks have in graphs.
+
+    >>> name_of_all("layers.3.mlp"), name_of_all("0"), name_of_all("block2")
+    ('layers.*.mlp', '*', 'block2')
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 def policy_of(key: str) -> Policy | None:

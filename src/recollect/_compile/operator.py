@@ -25,6 +25,7 @@ from recollect._compile.changes import Unchanged
 from recollect._compile.keys import policy_of
 from recollect._compile.matches import note_matches
 from recollect._compile.nested import examine, run_nested
+from recollect._compile.parts import KeptParts, in_parts
 from recollect._compile.tags import tag_since
 from recollect._core.torch_private.compiler import Compiling, untraced_around
 from recollect._policy.base import Policy
@@ -41,8 +42,9 @@ class RegionOperator(HigherOrderOperator):
     """Calls a function as a region.
 
     In a graph: ``recollect_region(body, *tensors, name=..., key=...)``, all of them constants or nodes; with
-    ``offloads_inputs=True`` where the tensors are to be offloaded. From Python, where Dynamo has broken its graph at
-    the call: the function as the user gave it, its arguments, the policy, and where its holdings go.
+    ``offloads_inputs=True`` where the tensors are to be offloaded, ``is_part=True`` where the body is a part of a
+    region that Dynamo has cut up. From Python, where Dynamo has broken its graph at the call: the function as the user
+    gave it, its arguments, the policy, and where its holdings go.
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,7 @@ class RegionOperator(HigherOrderOperator):
         name: Any,
         key: str = "",
         offloads_inputs: bool = False,
+        is_part: bool = False,
         policy: Any = None,
         contexts: Any = None,
         elsewhere: Any = None,
@@ -68,8 +71,8 @@ class RegionOperator(HigherOrderOperator):
         assert self.run_eager is not None, "set where the operator is put to use"
         if not isinstance(body, GraphModule):
             args, kwargs = operands
-            if compiler is not None and policy is None and contexts is None and elsewhere is None:
-                body = Compiling(body, compiler)  # in pieces; what a policy decides about, it has to see
+            if compiler is not None and elsewhere is None:
+                body, policy, contexts = _cut(body, compiler, name, policy, contexts)
             return self.run_eager(name, body, policy, contexts, elsewhere, args, kwargs)
         mode = get_proxy_mode()
         if mode is None:
@@ -84,9 +87,18 @@ class RegionOperator(HigherOrderOperator):
             result = run_nested(body, operands, policy)
         added, words = tag_since(graph, start, name, policy, offloads_inputs=offloads_inputs)
         unchanged.watch(added, result)
-        if policy is not None and policy.labels:
+        if policy is not None and policy.labels and not is_part:  # of a part nobody says that all rules match
             note_matches(graph, policy, words, result)
         return result
+
+
+def _cut(fn: Callable[..., Any], compiler: Any, name: Any, policy: Policy | None, contexts: Any) -> tuple[Any, ...]:
+    """A function that Dynamo compiles in parts, and what decides in its region between them."""
+    inside = policy if contexts is None else getattr(contexts()[0], "policy_in_graph", None)
+    if inside is not None:
+        parts = in_parts(fn, compiler, name if isinstance(name, str) else name.name, inside)
+        return (fn, policy, contexts) if parts is None else (parts, KeptParts(inside), None)
+    return (Compiling(fn, compiler), None, None) if contexts is None else (fn, policy, contexts)
 
 
 def _is_traced(value: Any) -> bool:

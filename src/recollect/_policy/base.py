@@ -56,6 +56,11 @@ class Policy(ABC):
         return True
 
     @property
+    def is_known_before(self) -> bool:
+        """Whether it keeps blocks by name alone, so that there is nothing to learn of the operators that run."""
+        return False
+
+    @property
     def keeps_what_pays(self) -> bool:
         """Whether it is meant to save time, so that nothing need be kept where that takes longer."""
         return False

@@ -8,6 +8,7 @@ from recollect._core.decisions import Site
 from recollect._core.patterns import compile_pattern
 from recollect._core.plans import Plan
 from recollect._policy.base import Policy, Verdict
+from recollect._policy.combine import Combination
 
 _REPLAY = "replay"
 
@@ -40,6 +41,11 @@ def follow_plan(plan: Plan, region: str) -> ByPlan:
     own = Plan(choices=tuple(replace(choice, region=None) if not choice.is_exact else choice for choice in mine))
     way = next((planned.way for planned in plan.regions if planned.path == region), None)
     return ByPlan(own, own.digest[:12], way)
+
+
+def goes_by_plan(policy: Policy) -> bool:
+    """Whether a plan is at work, as a part or alone: it knows operators by the numbers of their calls."""
+    return isinstance(policy, ByPlan) or (isinstance(policy, Combination) and any(map(goes_by_plan, policy.parts())))
 
 
 def _is_for(pattern: str, region: str) -> bool:

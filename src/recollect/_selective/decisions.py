@@ -300,6 +300,18 @@ class Decisions:
         return line
 
 
+@dataclass(slots=True, kw_only=True)
+class KnownDecisions(Decisions):
+    """Those of a policy that keeps blocks by name alone: nothing is learned, so that no mode is ever needed."""
+
+    is_learned: bool = True
+    may_record: bool = False
+    why_no_program: str | None = "only blocks are kept"
+
+    def forget(self) -> None:
+        """There is nothing to learn anew."""
+
+
 def strongest(verdicts: list[Verdict]) -> Verdict:
     """What holds for a call of several results: it is kept here if one is to be, else elsewhere, else recomputed."""
     for decision in (Decision.SAVE, Decision.OFFLOAD):

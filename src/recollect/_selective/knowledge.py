@@ -21,7 +21,7 @@ from recollect._core.torch_private.compiled_calls import step_aside_for_compiled
 from recollect._policy.base import Policy
 from recollect._recompute.ambient import Autocast
 from recollect._selective.blocks import Wanted
-from recollect._selective.decisions import Decisions
+from recollect._selective.decisions import Decisions, KnownDecisions
 from recollect._selective.parameters import is_unit
 
 _MOST_KINDS = 64
@@ -138,7 +138,8 @@ class Knowledge:
         if len(self.by_kind) >= _MOST_KINDS:
             self.by_kind.clear()
             self._varying.clear()
-        found = self.by_kind[kind] = Decisions(region=self.region, policy=self.policy)
+        kind_of_decisions = KnownDecisions if self.policy.is_known_before else Decisions
+        found = self.by_kind[kind] = kind_of_decisions(region=self.region, policy=self.policy)
         return found
 
     def all_decisions(self) -> list[Decisions]:
@@ -192,6 +193,7 @@ def _subject(fn: Callable[..., Any]) -> Any:
     """What it is known under: the module, or the code of a function, which outlives a closure made at each call."""
     if isinstance(fn, nn.Module):
         return fn
+    fn = getattr(fn, "__wrapped__", fn)  # of what is compiled in parts
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         return owner

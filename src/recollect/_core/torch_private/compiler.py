@@ -1,5 +1,7 @@
 """Keeps Dynamo out of the engine: what it must not trace runs as it is written. And what it was told to keep out of.
 
+Private names: Dynamo's marks on code and functions, ``set_eval_frame``; of what compiles frames, its hooks, its backend
+and how it is cloned with another.
 Would be replaced by: a `torch.compiler.disable` that does not import all of torch._dynamo (about 2 s).
 Run on: torch 2.11, 2.13.
 """
@@ -10,10 +12,13 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
+_BACKEND = "_torchdynamo_orig_backend"
+_changed: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def untraced(fn: F) -> F:
@@ -65,6 +70,33 @@ class Compiling:
             return self.__wrapped__(*args, **kwargs)
         finally:
             set_eval_frame(before)
+
+
+def changed_backend(compiler: Any, key: Any, change: Callable[[Any], Any]) -> Any:
+    """What compiles frames as another does, but by a changed backend; None where that only runs what is compiled.
+
+    Args:
+        compiler: what `untraced_around` gives.
+        key: of two calls with one key the second gets what the first made.
+        change: makes the backend.
+    """
+    convert: Any = getattr(compiler, _BACKEND, None)
+    if not hasattr(convert, "_clone_with_backend"):
+        return None
+    made = _changed.setdefault(compiler, {})
+    if key not in made:
+        from torch._dynamo.convert_frame import catch_errors_wrapper
+
+        changed = convert._clone_with_backend(change(getattr(convert, _BACKEND)))
+        made[key] = catch_errors_wrapper(changed, compiler.hooks)
+    return made[key]
+
+
+def innermost_backend(backend: Any) -> Any:
+    """The backend inside of torch's wrappers, by which torch tells whose compiled code it is."""
+    while hasattr(backend, _BACKEND):
+        backend = getattr(backend, _BACKEND)
+    return backend
 
 
 def passed_by(fn: F) -> F:
