@@ -1,20 +1,86 @@
-"""A watch for recomputation: nothing that was changed in place since forward may be read.
+"""What of the tensors that a function uses was changed since forward; a watch, under which none of it may be read.
 
-By memory, because what is read may be another object: a view, or what a sharding engine makes of a shard.
+The watch goes by memory, because what is read may be another object: a view, or what a sharding engine makes of a
+shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.torch_private.dispatch import FAKES, DispatchMode
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._recompute.updates import version_of
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+_quick_version, _quick_flag = attrgetter("_version"), attrgetter("requires_grad")
+
+Versions = list[int | None]
+Flags = list[bool]
+
+
+def versions_of(tensors: list[Tensor]) -> Versions:
+    """Their versions."""
+    try:
+        return list(map(_quick_version, tensors))
+    except RuntimeError:  # an inference tensor among them
+        return list(map(version_of, tensors))
+
+
+def flags_of(tensors: list[Tensor]) -> Flags:
+    """Which of them require grad."""
+    return list(map(_quick_flag, tensors))
+
+
+class Loose:
+    """A tensor that a function holds itself, as it stood at entry; held weakly.
+
+    Attributes:
+        tensor: gives it, or None.
+    """
+
+    __slots__ = ("_flag", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = ref(tensor)
+        self._version, self._flag = version_of(tensor), tensor.requires_grad
+
+    def if_changed(self) -> Tensor | None:
+        """The tensor, if it was changed in place since."""
+        tensor = self.tensor()
+        return tensor if tensor is not None and version_of(tensor) != self._version else None
+
+    def if_flipped(self) -> Tensor | None:
+        """The tensor, if somebody has set its ``requires_grad`` since."""
+        tensor = self.tensor()
+        return tensor if tensor is not None and tensor.requires_grad != self._flag and tensor.is_leaf else None
+
+
+def find_changed(watched: list[Tensor], versions: Versions, loose: list[Loose]) -> list[Tensor]:
+    """Tensors that were changed in place since these versions were read."""
+    found: list[Tensor] = []
+    now = versions_of(watched)
+    if now != versions:
+        found = [tensor for tensor, one, other in zip(watched, now, versions, strict=True) if one != other]
+    return found + [tensor for one in loose if (tensor := one.if_changed()) is not None]
+
+
+def find_flipped(tensors: list[Tensor], flags: Flags, loose: list[Loose]) -> list[Tensor]:
+    """Tensors of which somebody has set ``requires_grad`` since: layers are frozen, or trained from now on."""
+    found: list[Tensor] = []
+    now = flags_of(tensors)
+    if now != flags:
+        found = [tensor for tensor, one, other in zip(tensors, now, flags, strict=True) if one != other]
+    return [tensor for tensor in found if tensor.is_leaf] + [
+        tensor for one in loose if (tensor := one.if_flipped()) is not None
+    ]
 
 
 class ChangedWatch(DispatchMode):

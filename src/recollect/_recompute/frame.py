@@ -118,7 +118,7 @@ class Frame(Refilled):
         check = options.matcher.values
         assert self.fn is not None
         around = self.around = Surroundings(
-            self.name, self.fn, arguments, options.preserve, exact=check is not None, memory=self.memory
+            self.name, self.fn, arguments, options.preserve, exact=check is not None, memory=self.memory, watches=True
         )
         try:
             sides, pack = self.way.begin(self, arguments)
@@ -126,14 +126,15 @@ class Frame(Refilled):
             around.abandon()
             raise
         explains = options.explain if settings.explain is None else settings.explain
-        if sides is not None or explains or around.is_captured:
-            self._set_contexts(sides, explains=explains)
+        watch = around.watch
+        if sides is not None or explains or around.is_captured or watch is not None:
+            self._set_contexts(sides, watch, explains=explains)
         arguments.leaves = []
         return pack if check is None and self.log is None else self._observing(pack)
 
-    def _set_contexts(self, sides: Sides | None, *, explains: bool) -> None:
+    def _set_contexts(self, sides: Sides | None, watch: AbstractContextManager[Any] | None, *, explains: bool) -> None:
         """What forward runs under."""
-        contexts: list[AbstractContextManager[Any]] = []
+        contexts = [] if watch is None else [watch]
         if self.around.is_captured:
             contexts.append(self.around.forward())
         if sides is not None:

@@ -69,7 +69,11 @@ def differs(noted: Meta | None, now: Meta, tensor: Tensor, frame: Frame) -> bool
         return False
     inputs = frame.inputs
     is_packed = inputs is not None and inputs.are_packed
-    return noted[:3] != now[:3] or (tensor.is_leaf and tensor.requires_grad and not is_packed)
+    if noted[:3] != now[:3]:
+        return True
+    modules = frame.around.modules
+    is_unknown = tensor.is_leaf and tensor.requires_grad and not is_packed
+    return is_unknown and not (modules is not None and modules.is_stand_in(tensor))
 
 
 def may_stop(frame: Frame, before: Tensor | None, last: Tensor, leaves: list[Any]) -> bool:

@@ -41,6 +41,7 @@ class Inputs:
         "_held",
         "_joined",
         "_originals",
+        "_own_leaves",
         "_requires_grad",
         "_tangents",
         "_tensors",
@@ -70,6 +71,7 @@ class Inputs:
         self._changed: int | None = None
         # Tensors without gradient come back as the very same objects, if they are still alive.
         self._constants: list[tuple[int, ref[Tensor]]] = []
+        self._own_leaves: list[int] = []  # those that are held as they are
         self._given: list[ref[Tensor]] = []  # those with a history of their own
         self._joined: list[int] = []  # those that another region makes again
         self.aliases: list[Tensor] | None = None
@@ -110,6 +112,7 @@ class Inputs:
             tensor = held[index]
             requires_grad = tensor.requires_grad
             if requires_grad and tensor.is_leaf:
+                self._own_leaves.append(index)
                 continue
             key = id(tensor)
             alias = cut.get(key)
@@ -202,9 +205,12 @@ class Inputs:
         for index, version in zip(self._tensors, self._versions, strict=True):
             if held[index]._version != version:  # noqa: SLF001
                 raise ChangedInputError(self._describe_change(region, index))
-        if not self._constants and not self._joined:
+        if not self._constants and not self._joined and not self._own_leaves:
             return held
         leaves = list(held)
+        for index in self._own_leaves:
+            if not held[index].requires_grad:  # somebody has set it since
+                leaves[index] = held[index].detach().requires_grad_()
         for index in self._joined:
             leaves[index] = held[index].get().detach().requires_grad_()
         for index, original in self._constants:
@@ -223,6 +229,8 @@ class Inputs:
             tensor = unpack(leaves[index])
             if requires_grad and not (tensor.is_leaf and tensor.requires_grad):
                 tensor = tensor.detach().requires_grad_()
+            elif tensor.requires_grad and not requires_grad:
+                tensor = tensor.detach()
             leaves[index] = tensor
         return leaves
 

@@ -11,9 +11,12 @@ parameters and buffers are noted, parameters and buffers by identity and version
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
-  its value at entry: recomputation reads what forward read, and what it writes is thrown away.
+  its value at entry: recomputation reads what forward read, and what it writes is thrown away; so is a parameter that
+  the region writes itself (a layer that sets itself up from its first data), and with either, numbers and flags that
+  forward has set are as they were, too;
+* ``requires_grad`` of a parameter is as it was at entry.
 
-Which state that is, `updates.py` knows.
+Which state that is, `updates.py` and `writes.py` know.
 """
 
 from __future__ import annotations
@@ -21,14 +24,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
-from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
 
 from recollect._core.torch_private.sharding import is_managed
-from recollect._recompute.changes import ChangedWatch, address_of
+from recollect._recompute.changes import (
+    ChangedWatch,
+    Loose,
+    address_of,
+    find_changed,
+    find_flipped,
+    flags_of,
+    versions_of,
+)
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_attributes import TRAINING, is_plain
 from recollect._recompute.module_tree import ModuleTree, find_watched
@@ -43,6 +52,7 @@ from recollect._recompute.updates import (
     rules_of,
     version_of,
 )
+from recollect._recompute.writes import NONE_WRITTEN, WriteWatch, Written, copy_written, find_written, learn_written
 
 _MISSING, _ABSENT = object(), object()
 
@@ -81,17 +91,8 @@ def _layout(tensor: object) -> tuple[Any, Any]:
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
-_quick_version = attrgetter("_version")
-
 Mark = tuple[nn.Module, str, Any, int | None]
 Pair = tuple[nn.Module, dict[str, Any], str, Any]
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    try:
-        return list(map(_quick_version, tensors))
-    except RuntimeError:  # an inference tensor among them
-        return list(map(version_of, tensors))
 
 
 class ModuleState:
@@ -102,15 +103,26 @@ class ModuleState:
         loose: tensors that the function holds itself; held weakly.
         exact: restore by value even the state that recomputation only writes, so that it can be compared.
         memory: where earlier calls of the region have left what they found.
+        watches: copy parameters that the function writes, so that it can run under `watch`.
+
+    Attributes:
+        is_watching: whether recomputation runs under a watch for changed tensors.
+        watch: what forward must run under, to see which parameters it writes; None if that is known.
     """
 
     __slots__ = (
-        *("_loose", "_new", "_own_settings", "_roots", "_settings", "_state", "_tree", "_trial", "_versions"),
-        *("_watched", "is_watching"),
+        *("_flags", "_loose", "_new", "_own_settings", "_roots", "_settings", "_state", "_tree"),
+        *("_trial", "_versions", "_watched", "_written", "is_watching", "watch"),
     )
 
     def __init__(
-        self, roots: list[nn.Module], loose: list[Tensor], *, exact: bool = False, memory: Memory | None = None
+        self,
+        roots: list[nn.Module],
+        loose: list[Tensor],
+        *,
+        exact: bool = False,
+        memory: Memory | None = None,
+        watches: bool = False,
     ) -> None:
         tree = None if memory is None else memory.tree
         settings = tree.attributes.read(roots) if tree is not None and tree.is_of(roots) else None
@@ -123,18 +135,49 @@ class ModuleState:
         # The attributes that forward sets, by module and name; None while it runs.
         self._own_settings: set[tuple[int, str]] | None = None
         self._new: list[tuple[dict[str, Any], str, bool]] = []  # generators that forward has made
-        self._loose = [(ref(tensor), version_of(tensor)) for tensor in loose]
+        self._loose = list(map(Loose, loose))
         self._state: States = []
         self._trial: Trial | None = None
-        self.is_watching = False  # whether recomputation runs under a watch for changed tensors
+        self.is_watching = False
+        self.watch: WriteWatch | None = None
+        self._written = NONE_WRITTEN
         # What recomputation must find unchanged where it reads it, and the versions that show it.
         self._watched = tree.watched
+        self._flags = flags_of(tree.watched)
         if tree.buffers or declared.items:
             exempt: set[int] = set()
             for module in tree.modules(roots):
                 self._note_state(module, exempt, exact=exact)
             self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
-        self._versions = _versions(self._watched)
+        if watches and roots:
+            self._note_written()
+        self._versions = versions_of(self._watched)
+
+    def _note_written(self) -> None:
+        """Copy the parameters that forward is known to write; where that is not known, have it watched."""
+        tree, is_training = self._tree, self._roots[0].training
+        places = tree.written.get(is_training)
+        if places is None:
+            places = find_written(tree.modules(self._roots))
+            if places is None:
+                watch = WriteWatch(tree.watched)
+                self.watch = watch if watch.is_needed else None
+                return
+            tree.written[is_training] = places
+        if places:
+            self._written = copy_written(tree.modules(self._roots), places)
+            self._watched = self._written.others(self._watched)
+
+    def _settle_written(self, watch: WriteWatch) -> None:
+        """Learn which parameters forward wrote, and keep their values at entry."""
+        found = {id(tensor): (tensor, value) for tensor, value in watch.find()}
+        places = [(module, name) for module, _, name, tensor in self._pairs(0) if id(tensor) in found]
+        learn_written(self._tree.modules(self._roots), places)
+        self._written = Written([(tensor, value) for tensor, value in found.values() if value is not None])
+        if self._written:
+            versions = dict(zip(map(id, self._watched), self._versions, strict=True))
+            self._watched = self._written.others(self._watched)
+            self._versions = [versions[id(tensor)] for tensor in self._watched]
 
     def _note_state(self, module: nn.Module, exempt: set[int], *, exact: bool) -> None:
         updated, written = rules_of(type(module))
@@ -179,15 +222,20 @@ class ModuleState:
         attributes = self._tree.attributes
         if attributes.is_new:
             self._new = attributes.find_new_generators(self._roots)
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            self._settle_written(watch)
+        if self._tree.buffers and versions_of(self._watched) != self._versions:
+            self._learn_late()
+        if self._trial is not None:
+            self._settle_trial(self._trial)
         self._own_settings = set()
         if not attributes.are(self._roots, self._settings):
             self._note_own_settings()
-        if self._tree.buffers and _versions(self._watched) != self._versions:
-            self._learn_late()
-        if self._trial is None:
-            return
-        for module, name, tensor, version, copied in self._trial.conclude():
-            if has_moved(module, name, tensor, version):
+
+    def _settle_trial(self, trial: Trial) -> None:
+        for module, name, tensor, version, copied in trial.conclude():
+            if has_moved(module, name, tensor, version, copied):
                 self._state.append((module, name, copied))
             else:
                 self._watched = [*self._watched, tensor]  # not in place: the list may be the tree's
@@ -196,28 +244,48 @@ class ModuleState:
 
     def _note_own_settings(self) -> None:
         numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
-        changed = [(table, name) for table, name, _ in self._changed_settings() if name != TRAINING]
+        # A flag goes with the state that forward sets together with it: whether a layer has set itself up.
+        goes_back = bool(
+            self._written
+            or any(value is not _MISSING for _, _, value in self._state)
+            or not self._tree.has_same_parts()
+        )
+        changed = [
+            (table, name)
+            for table, name, value in self._changed_settings()
+            if name != TRAINING and not (goes_back and is_plain(value))
+        ]
         self._own_settings = {(numbers[id(table)], name) for table, name in changed}
         # What it has replaced, such as its last result, lives no longer than without us.
         self._settings = self._tree.attributes.without(self._settings, self._own_settings)
 
     def _learn_late(self) -> None:
-        """A buffer was updated that its class had left alone so far. Its value at entry is lost, but only this once."""
-        versions = dict(zip(map(id, self._watched), self._versions, strict=True))
-        for module in self._tree.modules(self._roots):
-            for name, tensor in module._buffers.items():  # noqa: SLF001
-                if tensor is not None and version_of(tensor) != versions.get(id(tensor), version_of(tensor)):
+        """Something was updated that had been left alone so far. Its value at entry is lost, but only this once."""
+        tree, versions = self._tree, dict(zip(map(id, self._watched), self._versions, strict=True))
+        for kind in (0, 1):
+            for module, _, name, tensor in self._pairs(kind):
+                if tensor is None or version_of(tensor) == versions.get(id(tensor), version_of(tensor)):
+                    continue
+                if kind:
                     learn(module, name, moved=True)
+                else:
+                    learn_written([], [(module, name)])
+                    tree.written.clear()
 
     def abandon(self) -> None:
         """The function has raised: leave no hook behind, learn nothing."""
+        self.watch = None
         if self._trial is not None:
             self._trial.end()
             self._trial = None
 
+    def is_stand_in(self, tensor: Tensor) -> bool:
+        """Whether this stood for a parameter in the last recomputation."""
+        return self._written.is_stand_in(tensor)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
-        return any(tensor is noted for noted in self._watched) or any(tensor is weak() for weak, _ in self._loose)
+        return any(tensor is noted for noted in self._watched) or any(tensor is loose.tensor() for loose in self._loose)
 
     @property
     def is_stateless(self) -> bool:
@@ -257,15 +325,19 @@ class ModuleState:
         Where something was changed in place since, recomputation runs under a watch that raises
         `ChangedInputError` when it reads it.
         """
-        changed = self._changed()
+        changed = find_changed(self._watched, self._versions, self._loose)
         self.is_watching = bool(changed)
         tree = self._tree
-        if not (changed or self._state or self._new or self._trial is not None) and (
+        flipped = find_flipped(tree.watched, self._flags, self._loose)
+        if not (changed or flipped or self._state or self._written or self._new or self._trial is not None) and (
             tree.attributes.are(self._roots, self._settings) and tree.has_same_parts()
         ):
             return None
         stack = ExitStack()
         try:
+            for tensor in flipped:
+                stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                tensor.requires_grad_(not tensor.requires_grad)
             self._put(stack)
             if changed:
                 stack.enter_context(ChangedWatch(region, self._name_changed(changed)))
@@ -273,18 +345,6 @@ class ModuleState:
             stack.close()
             raise
         return stack
-
-    def _changed(self) -> list[Tensor]:
-        """Tensors that were changed in place since entry."""
-        changed: list[Tensor] = []
-        now = _versions(self._watched)
-        if now != self._versions:
-            changed = [t for t, one, other in zip(self._watched, now, self._versions, strict=True) if one != other]
-        for weak, version in self._loose:
-            tensor = weak()
-            if tensor is not None and version_of(tensor) != version:
-                changed.append(tensor)
-        return changed
 
     def _pairs(self, kind: int) -> Iterator[Pair]:
         """Each noted parameter (0), buffer (1) or part (2): its module, the table and name it stood under, and itself.
@@ -302,9 +362,10 @@ class ModuleState:
                     yield module, table, name, tensor
 
     def _put(self, stack: ExitStack) -> None:
+        stand_ins = self._written.make_stand_ins() if self._written else {}
         for kind in (0, 1, 2):
-            for module, table, name, tensor in self._pairs(kind):
-                now = table[name]
+            for module, table, name, noted in self._pairs(kind):
+                now, tensor = table[name], stand_ins.get(id(noted), noted)
                 # A sharding engine swaps a parameter for its shard and back around its units: its business. FSDP
                 # marks its modules; others are known by this, that their two lie differently over processes.
                 is_swapped = (kind == 0 and is_managed(vars(module))) or _layout(now) != _layout(tensor)
@@ -347,5 +408,6 @@ class ModuleState:
 
 
 def _put_back(table: dict[str, Any], name: str, ours: Tensor | None, theirs: Any) -> None:
-    if table.get(name) is ours:  # else someone has set it meanwhile
+    # What recomputation has set itself goes, but for what a sharding engine has put there.
+    if name in table and _layout(table[name]) == _layout(ours):
         table[name] = theirs

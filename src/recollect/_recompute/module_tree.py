@@ -11,6 +11,7 @@ from weakref import ref
 from torch import Tensor, jit, nn
 
 from recollect._recompute.module_attributes import ModuleAttributes, Table
+from recollect._recompute.writes import Place
 
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
@@ -77,12 +78,13 @@ class ModuleTree:
         child_counts: how many.
         watched: the parameters that recomputation must find unchanged.
         attributes: what else forward may read of them.
+        written: by training mode, the parameters that forward writes itself, as far as that has been asked.
     """
 
     __slots__ = (
         *("_empty", "_filled", "_inner", "_inner_tables", "_parts", "_roots"),
         *("attributes", "buffer_counts", "buffers", "child_counts", "children", "parameter_counts", "parameters"),
-        "watched",
+        *("watched", "written"),
     )
 
     def __init__(self, roots: list[nn.Module]) -> None:
@@ -103,6 +105,7 @@ class ModuleTree:
         self._filled = [table for table in tables if table]
         self._parts = _values(self._filled)
         self.watched = find_watched(self.parameters)
+        self.written: dict[bool, list[Place]] = {}
         self.attributes = ModuleAttributes(modules, attributes, self._inner_tables)
 
     def is_of(self, roots: list[nn.Module]) -> bool:

@@ -77,6 +77,7 @@ class Surroundings:
         *,
         exact: bool = False,
         memory: Memory | None = None,
+        watches: bool = False,
     ) -> None:
         self.region = region
         self._ambient = Ambient()
@@ -84,7 +85,9 @@ class Surroundings:
         self._rng = RngState(preserve, arguments) if preserve else None
         self.is_captured = self._rng is not None and self._rng.around_forward is not None
         roots, loose, generators = find_modules(fn, arguments.objects)
-        self.modules = ModuleState(roots, loose, exact=exact, memory=memory) if roots or loose else None
+        self.modules = (
+            ModuleState(roots, loose, exact=exact, memory=memory, watches=watches) if roots or loose else None
+        )
         if self.modules is not None:
             generators += self.modules.find_generators()
         self.own_generators: Sequence[Source] = sources_of_own(generators, preserve) if generators else ()
@@ -97,6 +100,11 @@ class Surroundings:
             context.run(_copy_collection, variable)
         changing = [item for item in arguments.objects if may_change(item)] if arguments.objects else None
         self._objects = ObjectState(changing) if changing else None
+
+    @property
+    def watch(self) -> AbstractContextManager[Any] | None:
+        """Before forward: what it must run under, to see which parameters it writes; None if that is known."""
+        return None if self.modules is None else self.modules.watch
 
     def forward(self) -> AbstractContextManager[Any]:
         """What forward must run under: nothing, except while a CUDA graph is being captured."""

@@ -1,9 +1,9 @@
 """Which state a module updates in its own forward: declared by the user, listed here, or learned.
 
 What a class updates is learned at its first call, in each of training and evaluation mode: its buffers are copied, and
-those that moved are its own. Buffers that only a later instance has are learned at its call. BatchNorm and its kin
-write without moving the version, so they are listed. Anything else, Python attributes included, can be declared with
-`register_state`.
+those that moved, or hold other values, are its own. Buffers that only a later instance has are learned at its call. The
+statistics of BatchNorm and its kin are only written while training, so they are listed and need no copy. Anything else,
+Python attributes included, can be declared with `register_state`.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class Trial:
     def conclude(self) -> list[tuple[nn.Module, str, Tensor, int | None, Tensor]]:
         """Learn from the modules that were called; gives all entries."""
         self.end()
-        for module, name, tensor, version, _ in self._entries:
+        for module, name, tensor, version, copied in self._entries:
             if id(module) in self._called:
-                learn(module, name, moved=has_moved(module, name, tensor, version))
+                learn(module, name, moved=has_moved(module, name, tensor, version, copied))
         return self._entries
 
     def end(self) -> None:
@@ -163,6 +163,14 @@ class Trial:
             handle.remove()
 
 
-def has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None) -> bool:
-    """Whether a buffer was replaced, or written into, since it had this version."""
-    return module._buffers.get(name) is not tensor or version_of(tensor) != version  # noqa: SLF001
+def has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None, copied: Tensor) -> bool:
+    """Whether a buffer was replaced, or written into, since it had this version and these values.
+
+    Values are compared because ``.data`` and some kernels, such as those of batch norm, move no version.
+    """
+    if module._buffers.get(name) is not tensor or version_of(tensor) != version:  # noqa: SLF001
+        return True
+    if type(tensor) is not Tensor or tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    with torch.no_grad(), without_dispatch_modes():
+        return not torch.equal(tensor, copied)
