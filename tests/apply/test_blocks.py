@@ -345,6 +345,39 @@ def test_modules_that_are_little_more_than_a_list_of_blocks_are_passed_through()
         assert [place.name for place in handle.places] == [f"{n}.layers.{m}" for n in range(2) for m in range(3)]
 
 
+class Temporal(Layer):
+    """One of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mix(super().forward(x))
+        return result
+
+
+class SpaceAndTime(nn.Module):
+    """As the transformers in the U-Net of Stable Video Diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.space = nn.ModuleList([Layer()])
+        self.time = nn.ModuleList([Temporal()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.time[0](self.space[0](self.norm(x)))
+        return result
+
+
+def test_of_modules_that_are_little_more_than_lists_of_one_block_the_blocks_are_picked() -> None:
+    with recollect.apply(nn.Sequential(SpaceAndTime(), SpaceAndTime())) as handle:
+        assert [place.name for place in handle.places] == [
+            f"{n}.{part}.0" for n in range(2) for part in ("space", "time")
+        ]
+
+
 def test_stages_of_one_block_each_are_as_good_as_a_list() -> None:
     stages = [nn.Sequential(Conv(4, 8)), nn.Sequential(Conv(8, 16)), nn.Sequential(Conv(16, 32))]
     with recollect.apply(nn.Sequential(nn.Conv2d(3, 4, 3), *stages)) as handle:

@@ -9,8 +9,9 @@ that repeat something counts with all its blocks (as the first of EfficientNet),
 elsewhere is a stage. Norms are not blocks. Where some blocks hold several products, those with a single one
 (projections, transitions) are left out, because recomputing them frees little, unless the model's author marked them
 for it. Single blocks in lists of their own, beside a list of blocks in one module, are taken, too (the attention and
-the up- and downsampling of a U-Net). Where no list repeats anything, lists of one block are taken, or
-else siblings of one class under any module (a U-Net written as ``down1``, ``down2``, ...).
+the up- and downsampling of a U-Net); of one that is little more than lists of a single block each, those. Where no list
+repeats anything, lists of one block are taken, or else siblings of one class under any module (a U-Net written as
+``down1``, ``down2``, ...).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     found = _without_stages(found.union(_beside(model, found)))
     found = {module for module in found if _count_products(module) > 1} or found
     found.update(_alone(model, found))
+    found = {part for block in found for part in _single_parts(block) or (block,)}
     found.update(_marked(model, found))
     return [module for module in model.modules() if module in found]
 
@@ -123,6 +125,21 @@ def _alone(model: nn.Module, found: set[nn.Module]) -> list[nn.Module]:
             alone = [each[0] for each in lists if len(each) == 1 and found.isdisjoint(each[0].modules())]
             blocks += [block for block in _any(alone) if _count_products(block)]
     return blocks
+
+
+def _single_parts(module: nn.Module) -> list[nn.Module]:
+    """Of a module that is little more than several lists of a single block, each of many products: those blocks.
+
+    Such are the transformers of Stable Video Diffusion: one layer for space, one for time.
+    """
+    lists = [child for child in module.children() if type(child) is nn.ModuleList]
+    parts = _any([part for each in lists if len(each) == 1 for part in each])
+    is_list = len(parts) >= _SEVERAL and all(_count_products(part) >= _MANY for part in parts)
+    return parts if is_list and _count_elements(*parts) > _MOST * _count_elements(module) else []
+
+
+def _count_elements(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters() if not is_lazy(p))
 
 
 def _count_products(module: nn.Module) -> int:
@@ -256,8 +273,7 @@ def _is_list_of_blocks(module: nn.Module, held: list[nn.Module]) -> bool:
     """
     if len(held) < _SEVERAL or _most_alike(held) != len(held) or _count_products(held[0]) < _MANY:
         return False
-    inside = sum(p.numel() for block in held for p in block.parameters() if not is_lazy(p))
-    return inside > _MOST * sum(p.numel() for p in module.parameters() if not is_lazy(p))
+    return _count_elements(*held) > _MOST * _count_elements(module)
 
 
 def _by_name(block: nn.Module, held: list[nn.Module]) -> list[list[nn.Module]]:
