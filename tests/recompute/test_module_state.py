@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recollect
+import recollect.compat
 from recollect._core.reachable import find_modules
 from recollect._recompute.updates import _learned
 from tests.watching import backward
+
+
+def compat_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(recollect.compat.checkpoint, function, use_reentrant=False)
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -365,7 +370,7 @@ def test_registered_state_changes_once_until_the_registration_is_removed(inherit
 
     module, x = (Heir if inherited else Diary)(), torch.ones(2, requires_grad=True)
     means, by_name = module.means, module.by_name
-    with recollect.register_state(Diary, "calls", "means", "by_name"):
+    with recollect.register_state(Diary, "means", "by_name"):
         for step in (1, 2):
             y = recollect.checkpoint(module)(x)
             x.grad = None
@@ -376,7 +381,7 @@ def test_registered_state_changes_once_until_the_registration_is_removed(inherit
         assert (module.means, module.by_name) == (means, by_name)
         assert module.means is means
     backward(recollect.checkpoint(module)(x).sum())
-    assert module.calls == 4
+    assert (module.calls, len(module.means), module.by_name) == (3, 4, {"x": 4})
 
 
 # Where modules are looked for
@@ -639,10 +644,43 @@ def test_a_module_may_remember_a_tensor_where_it_had_none(policy: Any) -> None:
         assert torch.equal(ours, plain)
 
 
-def test_an_attribute_that_forward_sets_is_left_alone() -> None:
-    """Who counts runs, counts them all."""
+@pytest.mark.parametrize("wrap", [recollect.checkpoint, compat_checkpoint], ids=["checkpoint", "compat"])
+def test_numbers_that_forward_sets_are_as_forward_found_them_and_count_forwards_but_as_torch_does_in_compat(
+    wrap: Any,
+) -> None:
     module = Diary()
-    module.calls = 0
-    for step in (1, 2):
-        backward(recollect.checkpoint(module)(torch.ones(2, requires_grad=True)).sum())
-        assert module.calls == 2 * step
+    for step in (1, 2, 3):
+        x = torch.ones(2, requires_grad=True)
+        y = wrap(module)(x)
+        backward(y.sum())
+        assert module.calls == step * (1 if wrap is recollect.checkpoint else 2)
+        if wrap is recollect.checkpoint:
+            assert x.grad is not None
+            assert torch.equal(x.grad, step * y)
+
+
+class Annealed(nn.Linear):
+    """Cools down at every call, and hides parts of its input more and more often."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.temperature, self._step, self.is_hot = 1.0, 0, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._step += 1
+        self.temperature, self.is_hot = self.temperature * 0.5, self.is_hot and self._step < 3
+        x = torch.where(torch.rand(4) < 0.1 * self._step, 0.0, x)
+        return (super().forward(x) / self.temperature).softmax(-1) * (2 if self.is_hot else 1)
+
+
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_matmuls])
+def test_a_schedule_that_forward_moves_is_moved_once(policy: Any) -> None:
+    results = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        layer = Annealed()
+        call = recollect.checkpoint(layer, policy=policy) if wraps else layer
+        for _ in range(3):
+            backward(torch.stack([call(torch.randn(2, 4)).square().sum() for _ in range(2)]).sum())
+        results.append([*gradients(layer), torch.tensor([layer.temperature, layer._step, layer.is_hot])])
+    assert all(map(torch.equal, *results))

@@ -118,7 +118,14 @@ class Frame(Refilled):
         check = options.matcher.values
         assert self.fn is not None
         around = self.around = Surroundings(
-            self.name, self.fn, arguments, options.preserve, exact=check is not None, memory=self.memory, watches=True
+            self.name,
+            self.fn,
+            arguments,
+            options.preserve,
+            exact=check is not None,
+            memory=self.memory,
+            watches=True,
+            restores=not options.counts_runs,
         )
         try:
             sides, pack = self.way.begin(self, arguments)

@@ -9,6 +9,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from operator import call, itemgetter
 from typing import Any
 
@@ -139,6 +140,14 @@ class ModuleAttributes:
         if found:
             self._sizes = []
         return [(tables[place[0]], place[1], place in self._unset) for place in found]
+
+    def find_made(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
+        """Numbers and flags that a call has made, as `find_new_generators` gives them: what is added stands behind."""
+        grown = [
+            (table, size) for table, size in zip(self._tables(roots), self._sizes, strict=False) if len(table) > size
+        ]
+        names = [(table, name) for table, size in grown for name in islice(table, size, None)]
+        return [(table, name, False) for table, name in names if is_plain(table[name])]
 
     def by_name(self, settings: list[Settings]) -> Iterator[Table]:
         """What `read` gave, of each module by name."""

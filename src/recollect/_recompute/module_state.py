@@ -6,14 +6,14 @@ parameters and buffers are noted, parameters and buffers by identity and version
 * a random generator that a module holds is put back where it stood, see `rng.py`; one that forward itself has made is
   made again;
 * an attribute that has been set since by whoever calls the module (a scale) is as it was at entry, and afterwards as it
-  was before; one that forward itself sets (a counter) is left alone, unless it is declared;
+  was before; so is a number or flag that forward itself sets (a counter, a schedule), but a tensor or collection that
+  it sets is left alone, unless it is declared;
 * a tensor or a part that has been *replaced* since (``functional_call``, a swapped parameter) is put back meanwhile,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
 * a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
   its value at entry: recomputation reads what forward read, and what it writes is thrown away; so is a parameter that
-  the region writes itself (a layer that sets itself up from its first data), and with either, numbers and flags that
-  forward has set are as they were, too;
+  the region writes itself (a layer that sets itself up from its first data);
 * ``requires_grad`` of a parameter is as it was at entry.
 
 Which state that is, `updates.py` and `writes.py` know.
@@ -104,6 +104,8 @@ class ModuleState:
         exact: restore by value even the state that recomputation only writes, so that it can be compared.
         memory: where earlier calls of the region have left what they found.
         watches: copy parameters that the function writes, so that it can run under `watch`.
+        restores: whether recomputation finds numbers and flags that forward itself sets as forward found them, even
+            where it sets no other state; else it goes on from where they stand.
 
     Attributes:
         is_watching: whether recomputation runs under a watch for changed tensors.
@@ -111,7 +113,7 @@ class ModuleState:
     """
 
     __slots__ = (
-        *("_flags", "_loose", "_new", "_own_settings", "_roots", "_settings", "_state", "_tree"),
+        *("_flags", "_loose", "_new", "_own_settings", "_restores", "_roots", "_settings", "_state", "_tree"),
         *("_trial", "_versions", "_watched", "_written", "is_watching", "watch"),
     )
 
@@ -123,6 +125,7 @@ class ModuleState:
         exact: bool = False,
         memory: Memory | None = None,
         watches: bool = False,
+        restores: bool = False,
     ) -> None:
         tree = None if memory is None else memory.tree
         settings = tree.attributes.read(roots) if tree is not None and tree.is_of(roots) else None
@@ -131,7 +134,7 @@ class ModuleState:
             settings = tree.attributes.read(roots)
             if memory is not None:
                 memory.tree = tree
-        self._tree, self._roots, self._settings = tree, roots, settings or []
+        self._tree, self._roots, self._settings, self._restores = tree, roots, settings or [], restores
         # The attributes that forward sets, by module and name; None while it runs.
         self._own_settings: set[tuple[int, str]] | None = None
         self._new: list[tuple[dict[str, Any], str, bool]] = []  # generators that forward has made
@@ -244,16 +247,18 @@ class ModuleState:
 
     def _note_own_settings(self) -> None:
         numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
-        # A flag goes with the state that forward sets together with it: whether a layer has set itself up.
-        goes_back = bool(
+        # Flags go with the state that forward sets together with them: whether a layer has set itself up.
+        restores = self._restores or bool(
             self._written
             or any(value is not _MISSING for _, _, value in self._state)
             or not self._tree.has_same_parts()
         )
+        if restores:
+            self._new += self._tree.attributes.find_made(self._roots)
         changed = [
             (table, name)
             for table, name, value in self._changed_settings()
-            if name != TRAINING and not (goes_back and is_plain(value))
+            if name != TRAINING and not (restores and is_plain(value))
         ]
         self._own_settings = {(numbers[id(table)], name) for table, name in changed}
         # What it has replaced, such as its last result, lives no longer than without us.

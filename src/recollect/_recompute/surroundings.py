@@ -78,6 +78,7 @@ class Surroundings:
         exact: bool = False,
         memory: Memory | None = None,
         watches: bool = False,
+        restores: bool = False,
     ) -> None:
         self.region = region
         self._ambient = Ambient()
@@ -86,7 +87,9 @@ class Surroundings:
         self.is_captured = self._rng is not None and self._rng.around_forward is not None
         roots, loose, generators = find_modules(fn, arguments.objects)
         self.modules = (
-            ModuleState(roots, loose, exact=exact, memory=memory, watches=watches) if roots or loose else None
+            ModuleState(roots, loose, exact=exact, memory=memory, watches=watches, restores=restores)
+            if roots or loose
+            else None
         )
         if self.modules is not None:
             generators += self.modules.find_generators()

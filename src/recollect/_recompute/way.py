@@ -25,13 +25,24 @@ Sides = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the caller of a region chose; the same object serves every call with the same options."""
+    """What the caller of a region chose; the same object serves every call with the same options.
+
+    Attributes:
+        preserve: the kinds of random generator that are put back for recomputation.
+        early_stop: whether recomputation ends with the last tensor that is needed.
+        matcher: how what is recomputed is compared with forward.
+        contexts: makes what forward and recomputation run under.
+        explain: whether an error shows the operators of both.
+        counts_runs: whether a number that a module's forward sets in an attribute (a counter) moves in recomputation,
+            too, as with torch.
+    """
 
     preserve: frozenset[str]
     early_stop: bool
     matcher: Matcher
     contexts: Callable[[], Sides] | None = None
     explain: bool = False
+    counts_runs: bool = False
 
 
 class Producer(Protocol):

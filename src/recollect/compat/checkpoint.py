@@ -127,6 +127,7 @@ def parse_options(
         matcher=_parse_check(determinism_check),
         contexts=None if context_fn is noop_context_fn else context_fn,
         explain=debug,
+        counts_runs=True,
     )
 
 
