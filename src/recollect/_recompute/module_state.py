@@ -163,7 +163,9 @@ class ModuleState:
         if places is None:
             places = find_written(tree.modules(self._roots))
             if places is None:
-                watch = WriteWatch(tree.watched)
+                # Not what a sharding engine gathers into the parameters of its units.
+                own = [tensor for module, _, _, tensor in self._pairs(0) if not is_managed(vars(module))]
+                watch = WriteWatch(find_watched(own))
                 self.watch = watch if watch.is_needed else None
                 return
             tree.written[is_training] = places
