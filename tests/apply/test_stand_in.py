@@ -37,10 +37,14 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.runs = 0
+        self.widths: list[int] = []
+
+    @property
+    def runs(self) -> int:
+        return len(self.widths)
 
     def forward(self, x: Tensor, *, times: int = 1) -> Tensor:
-        self.runs += 1
+        self.widths = [*self.widths, x.shape[-1]]  # a number would be as forward found it
         result: Tensor = self.linear(x).sin() * times
         return result
 

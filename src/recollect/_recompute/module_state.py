@@ -52,7 +52,7 @@ from recollect._recompute.updates import (
     rules_of,
     version_of,
 )
-from recollect._recompute.writes import NONE_WRITTEN, WriteWatch, Written, copy_written, find_written, learn_written
+from recollect._recompute.writes import WriteWatch, Written, copy_written, find_written, learn_written
 
 _MISSING, _ABSENT = object(), object()
 
@@ -143,7 +143,7 @@ class ModuleState:
         self._trial: Trial | None = None
         self.is_watching = False
         self.watch: WriteWatch | None = None
-        self._written = NONE_WRITTEN
+        self._written: Written | None = None
         # What recomputation must find unchanged where it reads it, and the versions that show it.
         self._watched = tree.watched
         self._flags = flags_of(tree.watched)
@@ -170,16 +170,17 @@ class ModuleState:
                 return
             tree.written[is_training] = places
         if places:
-            self._written = copy_written(tree.modules(self._roots), places)
-            self._watched = self._written.others(self._watched)
+            written = self._written = copy_written(tree.modules(self._roots), places)
+            self._watched = self._watched if written is None else written.others(self._watched)
 
     def _settle_written(self, watch: WriteWatch) -> None:
         """Learn which parameters forward wrote, and keep their values at entry."""
         found = {id(tensor): (tensor, value) for tensor, value in watch.find()}
         places = [(module, name) for module, _, name, tensor in self._pairs(0) if id(tensor) in found]
         learn_written(self._tree.modules(self._roots), places)
-        self._written = Written([(tensor, value) for tensor, value in found.values() if value is not None])
-        if self._written:
+        values = [(tensor, value) for tensor, value in found.values() if value is not None]
+        if values:
+            self._written = Written(values)
             versions = dict(zip(map(id, self._watched), self._versions, strict=True))
             self._watched = self._written.others(self._watched)
             self._versions = [versions[id(tensor)] for tensor in self._watched]
@@ -288,7 +289,7 @@ class ModuleState:
 
     def is_stand_in(self, tensor: Tensor) -> bool:
         """Whether this stood for a parameter in the last recomputation."""
-        return self._written.is_stand_in(tensor)
+        return self._written is not None and self._written.is_stand_in(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
@@ -369,7 +370,7 @@ class ModuleState:
                     yield module, table, name, tensor
 
     def _put(self, stack: ExitStack) -> None:
-        stand_ins = self._written.make_stand_ins() if self._written else {}
+        stand_ins = {} if self._written is None else self._written.make_stand_ins()
         for kind in (0, 1, 2):
             for module, table, name, noted in self._pairs(kind):
                 now, tensor = table[name], stand_ins.get(id(noted), noted)

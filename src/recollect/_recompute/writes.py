@@ -117,9 +117,6 @@ class Written:
         self._values = values
         self._stand_ins: list[ref[Tensor]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._values)
-
     def others(self, tensors: list[Tensor]) -> list[Tensor]:
         """Those of these tensors that are not among the parameters."""
         known = {id(tensor) for tensor, _ in self._values}
@@ -136,9 +133,6 @@ class Written:
         return any(tensor is weak() for weak in self._stand_ins)
 
 
-NONE_WRITTEN = Written([])
-
-
 def _stand_in(tensor: Tensor, value: Tensor) -> Tensor:
     copied: Tensor = copy_value(value)
     if isinstance(tensor, nn.Parameter):
@@ -146,8 +140,8 @@ def _stand_in(tensor: Tensor, value: Tensor) -> Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
-def copy_written(modules: list[nn.Module], places: list[Place]) -> Written:
+def copy_written(modules: list[nn.Module], places: list[Place]) -> Written | None:
     """At entry: the parameters that forward is known to write, copied."""
     tensors = (modules[number]._parameters.get(name) for number, name in places)  # noqa: SLF001
     found = {id(tensor): tensor for tensor in tensors if tensor is not None}
-    return Written([(tensor, copy_value(tensor)) for tensor in found.values()])
+    return Written([(tensor, copy_value(tensor)) for tensor in found.values()]) if found else None
