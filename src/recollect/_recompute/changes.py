@@ -6,7 +6,7 @@ shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -65,22 +65,24 @@ class Loose:
 
 def find_changed(watched: list[Tensor], versions: Versions, loose: list[Loose]) -> list[Tensor]:
     """Tensors that were changed in place since these versions were read."""
-    found: list[Tensor] = []
     now = versions_of(watched)
-    if now != versions:
-        found = [tensor for tensor, one, other in zip(watched, now, versions, strict=True) if one != other]
-    return found + [tensor for one in loose if (tensor := one.if_changed()) is not None]
+    found = [] if now == versions else _where_unequal(watched, now, versions)
+    return found + _given(one.if_changed() for one in loose) if loose else found
 
 
 def find_flipped(tensors: list[Tensor], flags: Flags, loose: list[Loose]) -> list[Tensor]:
     """Tensors of which somebody has set ``requires_grad`` since: layers are frozen, or trained from now on."""
-    found: list[Tensor] = []
-    now = flags_of(tensors)
-    if now != flags:
-        found = [tensor for tensor, one, other in zip(tensors, now, flags, strict=True) if one != other]
-    return [tensor for tensor in found if tensor.is_leaf] + [
-        tensor for one in loose if (tensor := one.if_flipped()) is not None
-    ]
+    now = list(map(_quick_flag, tensors))
+    found = [] if now == flags else [one for one in _where_unequal(tensors, now, flags) if one.is_leaf]
+    return found + _given(one.if_flipped() for one in loose) if loose else found
+
+
+def _where_unequal(tensors: list[Tensor], now: Sequence[object], then: Sequence[object]) -> list[Tensor]:
+    return [tensor for tensor, one, other in zip(tensors, now, then, strict=True) if one != other]
+
+
+def _given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 class ChangedWatch(DispatchMode):

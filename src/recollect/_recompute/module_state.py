@@ -52,7 +52,7 @@ from recollect._recompute.updates import (
     rules_of,
     version_of,
 )
-from recollect._recompute.writes import WriteWatch, Written, copy_written, find_written, learn_written
+from recollect._recompute.writes import Place, WriteWatch, Written, copy_written, find_written, learn_written
 
 _MISSING, _ABSENT = object(), object()
 
@@ -153,13 +153,14 @@ class ModuleState:
                 self._note_state(module, exempt, exact=exact)
             self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
         if watches and roots:
-            self._note_written()
+            places = tree.written.get(roots[0].training)
+            if places is None or places:
+                self._note_written(places)
         self._versions = versions_of(self._watched)
 
-    def _note_written(self) -> None:
+    def _note_written(self, places: list[Place] | None) -> None:
         """Copy the parameters that forward is known to write; where that is not known, have it watched."""
-        tree, is_training = self._tree, self._roots[0].training
-        places = tree.written.get(is_training)
+        tree = self._tree
         if places is None:
             places = find_written(tree.modules(self._roots))
             if places is None:
@@ -168,7 +169,7 @@ class ModuleState:
                 watch = WriteWatch(find_watched(own))
                 self.watch = watch if watch.is_needed else None
                 return
-            tree.written[is_training] = places
+            tree.written[self._roots[0].training] = places
         if places:
             written = self._written = copy_written(tree.modules(self._roots), places)
             self._watched = self._watched if written is None else written.others(self._watched)
