@@ -48,7 +48,6 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     """Say which attributes a module reads that change between its calls, so that recomputation reads what forward read.
 
     Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
-    Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
     need no registration if the class updates them at its first call or never, nor do attributes that its caller sets
     before a call, nor numbers, flags and texts that the module sets itself. Register buffers that it updates only now
     and then (every n-th step), tensors and collections in attributes that it updates (the state of a recurrent layer, a
