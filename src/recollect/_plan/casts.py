@@ -14,7 +14,7 @@ _CAST, _COPY, _HALVES = "aten._to_copy.default", "aten.clone.default", ("bfloat1
 def find_inner_casts(
     profile: Profile, reads: Sequence[Collection[int]], makes: Sequence[Sequence[int]]
 ) -> frozenset[int]:
-    """Casts and copies of what a call of torch is given: they read nothing else that it makes, and no view of its own.
+    """Casts and copies of what a call of torch is given: of nothing that it makes or overwrites, no view of its own.
 
     Args:
         profile: the step.
@@ -26,7 +26,7 @@ def find_inner_casts(
         numbers = list(group)
         if within is None or len(numbers) == 1:
             continue
-        others = {storage for number in numbers for storage in makes[number]}
+        others = {storage for number in numbers for storage in (*makes[number], *profile.calls[number].writes)}
         copied = set[int]()
         for at in numbers:
             call = profile.calls[at]
