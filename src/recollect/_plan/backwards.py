@@ -57,7 +57,7 @@ class Backwards:
 
     def pass_of(self, call: int) -> int:
         """The pass that a backward call belongs to, or that comes next."""
-        return max(0, bisect.bisect_right(self.starts, call) - 1)
+        return max(0, bisect.bisect_right(self.starts, call) - 1) if len(self.starts) > 1 else 0
 
     def released_in(self, by: int, nth: int) -> int:
         """The call at whose start one pass is done with what a forward call saved; 0 if it does not ask for it."""

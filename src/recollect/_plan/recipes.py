@@ -154,7 +154,7 @@ def _follow_fewer(
         return None
     spare, followed_s, found, count = prices.find_spare(), 0.0, list[list[Weighed]](), 0
     for segment, own in zip(chain, options, strict=True):
-        more_s = sum(count_host(problem, run, replay, [])[0] for run in segment.runs)
+        more_s = sum(count_host(problem, run, replay)[0] for run in segment.runs)
         can_follow = followed_s + more_s <= spare[min(segment.runs[-1].stop, len(spare) - 1)]
         followed_s, count = followed_s + more_s * can_follow, count + can_follow
         found.append(own if can_follow else [one for one in own if one.option.way in _LITTLE_FOLLOWING])

@@ -9,6 +9,7 @@ adds, and takes Python variables to let go of a forgotten value with its last us
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -105,14 +106,12 @@ class _Stage:
         inserted: dict[int, list[tuple[int, int]]] = {}
         self._joins = find_joins(problem, chosen)
         self._given = find_given(problem, chosen, self._joins)
-        found = [
-            (run, treatment, find_recomputed(problem, run, treatment, self._given.get(index)))
-            for index, (run, treatment) in enumerate(chosen)
-        ]
-        for index, (_, _, again) in enumerate(found):
-            for moment, calls in again:
+        self._host_s: list[tuple[float, float]] = []
+        for index, (run, treatment) in enumerate(chosen):
+            given = self._given.get(index)
+            for moment, calls in find_recomputed(problem, run, treatment, given):
                 inserted.setdefault(moment, []).extend((call, index) for call in calls)
-        self._host_s = [count_host(problem, *one) for one in found]
+            self._host_s.append(count_host(problem, run, treatment, given))
         self._order = order = Order(len(problem.calls), inserted)
         self._steps, self._owners = order.calls, order.owners
         self._at, self._before = order.at, order.before
@@ -246,7 +245,7 @@ class _Stage:
     def _spread(self) -> Iterator[tuple[Sequence[int], float]]:
         """Steps at which the host does something for regions, and how much: evenly, for it does it call by call."""
         again: dict[int, list[int]] = {}
-        for (index, _), steps in self._group_steps().items():
+        for (index, _), steps in self._own_steps.items():
             again.setdefault(index, []).extend(steps)
         for index, (run, _) in enumerate(self._chosen):
             forward_s, backward_s = self._host_s[index]
@@ -257,27 +256,30 @@ class _Stage:
 
     def _follow(self, ends: dict[int, int], copies: list[tuple[int, int, int]]) -> None:
         """Run again: what that makes, and until when it holds what it reads."""
-        made = self._run_again(ends, copies)
-        own, problem = self._group_steps(), self._problem
+        own, problem = self._own_steps, self._problem
+        made = {key: self._run_again(steps, key[0], ends, copies) for key, steps in own.items()}
         last = {index: (nth, steps[-1]) for (index, nth), steps in own.items()}
         self._hold_inputs(ends, own)
         taken = self._find_taken({index: step for index, (_, step) in last.items()})
-        for (index, nth, storage), (first, used) in made.items():
+        for (index, nth), storages in made.items():
             run, treatment = self._chosen[index]
-            end = problem.spans[storage][1]
-            stop = max(used + 1, taken.get(storage, 0))
-            is_saved = storage in run.needs or storage in run.idle
-            if is_saved and nth < last[index][0]:  # it is made once more
-                released = (problem.backwards.released_in(by, nth) for by in problem.saved_by[storage])
-                stop = max([stop, *(self._before[moment] for moment in released)])
-            elif is_saved and end is not None:
-                stop = max(stop, self._before[end])
-            elif treatment.way is PlannedWay.REPLAY and not is_saved:
-                stop = max(stop, self._find_dropped(storage, first))
-            elif treatment.way is not PlannedWay.REPLAY:  # code holds it as in forward, and at its end all that is left
-                held = own[index, nth][-1] + 1 - first
-                stop = max(stop, first + (held if end is None else min(held, end - run.makes[storage][0])))
-            copies.append((first, stop, problem.sizes[storage]))
+            is_replayed, is_last = treatment.way is PlannedWay.REPLAY, nth == last[index][0]
+            after = own[index, nth][-1] + 1
+            for storage, (first, used) in storages.items():
+                end = problem.spans[storage][1]
+                stop = max(used + 1, taken.get(storage, 0))
+                is_saved = storage in run.needs or storage in run.idle
+                if is_saved and not is_last:  # it is made once more
+                    released = (problem.backwards.released_in(by, nth) for by in problem.saved_by[storage])
+                    stop = max([stop, *(self._before[moment] for moment in released)])
+                elif is_saved and end is not None:
+                    stop = max(stop, self._before[end])
+                elif is_replayed and not is_saved:
+                    stop = max(stop, self._find_dropped(storage, first))
+                elif not is_replayed:  # code holds it as in forward, and at its end all that is left
+                    held = after - first
+                    stop = max(stop, first + (held if end is None else min(held, end - run.makes[storage][0])))
+                copies.append((first, stop, problem.sizes[storage]))
 
     def _hold_inputs(self, ends: dict[int, int], own: dict[tuple[int, int], list[int]]) -> None:
         """Hold what regions were given, and what they are served, as long as they do."""
@@ -300,7 +302,8 @@ class _Stage:
                 for storage in (at for at in treatment.kept if run.makes[at][0] < stop):
                     self._hold(ends, storage, self._find_served(steps, storage))
 
-    def _group_steps(self) -> dict[tuple[int, int], list[int]]:
+    @functools.cached_property
+    def _own_steps(self) -> dict[tuple[int, int], list[int]]:
         """The steps that each chosen run adds in each backward pass, in order."""
         found: dict[tuple[int, int], list[int]] = {}
         for step, index in self._owners.items():
@@ -309,7 +312,7 @@ class _Stage:
 
     def _pass_of(self, step: int) -> int:
         """The backward pass in which a step runs."""
-        return max(0, bisect.bisect_right(self._passes, step) - 1)
+        return max(0, bisect.bisect_right(self._passes, step) - 1) if len(self._passes) > 1 else 0
 
     def _find_dropped(self, storage: int, first: int) -> int:
         """The step before which a call of torch that is made again lets go of what it makes inside: as in forward."""
@@ -327,26 +330,26 @@ class _Stage:
         return steps[place] if place < len(steps) else steps[-1] + 1
 
     def _run_again(
-        self, ends: dict[int, int], copies: list[tuple[int, int, int]]
-    ) -> dict[tuple[int, int, int], list[int]]:
-        """What is made again, by run, pass and storage: the step that makes it, the last that uses it there."""
-        problem = self._problem
-        made: dict[tuple[int, int, int], list[int]] = {}
-        parts = [(treatment.kept, self._forgotten(index)) for index, (_, treatment) in enumerate(self._chosen)]
-        for step, index in self._owners.items():
-            call, (kept, forgotten), nth = self._steps[step], parts[index], self._pass_of(step)
-            done = self._returns.get(step, step + 1)  # until a call of torch returns, its caller holds what it is given
-            for storage in problem.reads[call]:
-                copy = made.get((index, nth, storage))
+        self, steps: Sequence[int], index: int, ends: dict[int, int], copies: list[tuple[int, int, int]]
+    ) -> dict[int, list[int]]:
+        """What a run makes again in one pass, by storage: the step that makes it, the last that uses it there."""
+        made: dict[int, list[int]] = {}
+        reads, makes, sizes, returns = self._problem.reads, self._problem.makes, self._problem.sizes, self._returns
+        kept, forgotten = self._chosen[index][1].kept, self._forgotten(index)
+        for step in steps:
+            call = self._steps[step]
+            done = returns.get(step, step + 1)  # until a call of torch returns, its caller holds what it is given
+            for storage in reads[call]:
+                copy = made.get(storage)
                 if copy is not None:
-                    copy[1] = max(copy[1], step if self._returns.get(copy[0]) == done else done - 1)
+                    copy[1] = max(copy[1], step if returns.get(copy[0]) == done else done - 1)
                 elif storage not in forgotten:
                     self._hold(ends, storage, done)
-            for storage in problem.makes[call]:
+            for storage in makes[call]:
                 if storage not in kept:
-                    made[index, nth, storage] = [step, step]
-                elif problem.sizes[storage]:
-                    copies.append((step, step + 1, problem.sizes[storage]))  # a second one, dropped at once
+                    made[storage] = [step, step]
+                elif sizes[storage]:
+                    copies.append((step, step + 1, sizes[storage]))  # a second one, dropped at once
         return made
 
     def _forgotten(self, index: int) -> frozenset[int]:

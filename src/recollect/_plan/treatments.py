@@ -70,7 +70,7 @@ class Given:
 def find_recomputed(
     problem: Problem, run: Run, treatment: Treatment, given: Given | None = None
 ) -> list[tuple[int, list[int]]]:
-    """The forward calls that run again, by the backward call that they run before.
+    """The forward calls that run again, by the backward call that they run before; found once.
 
     Args:
         problem: the step.
@@ -78,6 +78,16 @@ def find_recomputed(
         treatment: what becomes of it.
         given: what the region after it asks for in addition.
     """
+    known: dict[object, list[tuple[int, list[int]]]] = problem.derived.setdefault("recomputed", {})
+    key = (run.first, run.stop, treatment.way, treatment.kept, given)
+    if key not in known:
+        known[key] = _find_recomputed(problem, run, treatment, given)
+    return known[key]
+
+
+def _find_recomputed(
+    problem: Problem, run: Run, treatment: Treatment, given: Given | None
+) -> list[tuple[int, list[int]]]:
     if run.start is None or treatment.way is PlannedWay.OFFLOAD:
         return []
     if treatment.way is PlannedWay.REPLAY:
@@ -163,25 +173,39 @@ def find_first_asked(problem: Problem, run: Run, treatment: Treatment) -> int:
     return next(moments, max(run.end, run.start or 0))
 
 
-def count_host(
-    problem: Problem, run: Run, treatment: Treatment, again: list[tuple[int, list[int]]]
-) -> tuple[float, float]:
-    """What the host does for a region beyond its calls, in forward and in backward."""
+def count_host(problem: Problem, run: Run, treatment: Treatment, given: Given | None = None) -> tuple[float, float]:
+    """What the host does for a region beyond its calls, in forward and in backward; see `find_recomputed`."""
     overhead = problem.overheads[treatment.overhead]
-    known: dict[tuple[int, int], tuple[int, int]] = problem.derived.setdefault("calls of torch", {})
+    calls, draws, passes = _count_calls(problem, run)
+    sent = _count_sent(problem, run, treatment) if treatment.sends else 0
+    forward_s = overhead.forward_s(calls, draws, sent)
+    if run.start is None:  # it never runs again
+        return forward_s, 0.0
+    made, drawn = _count_made(problem, run, treatment, given)
+    return forward_s, passes * overhead.backward_s(calls, made, drawn if draws else 0, sent)
+
+
+def _count_calls(problem: Problem, run: Run) -> tuple[int, int, int]:
+    """How many calls of torch a run makes, how many of these draw, how many passes come to it; counted once."""
+    known: dict[tuple[int, int], tuple[int, int, int]] = problem.derived.setdefault("calls of torch", {})
     key = (run.first, run.stop)
     if key not in known:
         numbers = range(run.first, run.stop)
-        known[key] = problem.count_torch_calls(numbers), problem.count_torch_calls(_find_draws(problem, numbers))
-    calls, draws = known[key]
-    made = [call for _, some in again for call in some]
-    drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random) if draws else 0
-    sent = _count_sent(problem, run, treatment) if treatment.sends else 0
-    if run.start is None:  # it never runs again
-        return overhead.forward_s(calls, draws, sent), 0.0
-    passes = len({problem.backwards.pass_of(moment) for moment, _ in run.asks})
-    backward_s = passes * overhead.backward_s(calls, problem.count_torch_calls(made), drawn, sent)
-    return overhead.forward_s(calls, draws, sent), backward_s
+        draws = problem.count_torch_calls(_find_draws(problem, numbers))
+        passes = len({problem.backwards.pass_of(moment) for moment, _ in run.asks})
+        known[key] = problem.count_torch_calls(numbers), draws, passes
+    return known[key]
+
+
+def _count_made(problem: Problem, run: Run, treatment: Treatment, given: Given | None) -> tuple[int, int]:
+    """How many calls of torch are made again, and how many of these draw; counted once."""
+    known: dict[object, tuple[int, int]] = problem.derived.setdefault("calls made again", {})
+    key = (run.first, run.stop, treatment.way, treatment.kept, given)
+    if key not in known:
+        made = [call for _, some in find_recomputed(problem, run, treatment, given) for call in some]
+        drawn = problem.count_torch_calls(call for call in made if problem.calls[call].is_random)
+        known[key] = problem.count_torch_calls(made), drawn
+    return known[key]
 
 
 def _count_sent(problem: Problem, run: Run, treatment: Treatment) -> int:
