@@ -45,6 +45,28 @@ def test_shapes_cover_what_is_no_larger_in_any_dimension() -> None:
     assert not covers(known, ((2, 3, 1), (4,)))
 
 
+def test_a_number_beside_the_batch_leaves_the_plan_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    """As the count of targets that the Trainer of Transformers gives to each call."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = make()
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            found: Tensor = self.blocks(x).square().sum()
+            return found if scale is None else found / scale
+
+    model, x = Scaled(), batch(256)[0]
+    budget = int(recollect.profile(model, x).peak_bytes * 0.85)
+    with recollect.fit(model, x, budget=budget) as fitted:
+        usual = find_regions(model)
+        model(x, scale=torch.tensor(3)).backward()
+        assert find_regions(model) == usual
+        assert fitted.plan.regions
+    assert not caplog.records
+
+
 def test_each_batch_of_a_list_has_a_plan_that_is_in_force_when_it_comes() -> None:
     model = make()
     budget = find_budget(512)

@@ -27,13 +27,16 @@ _WITH_SAME_INPUTS = "Fit it with the same inputs, or with several: recollect.fit
 _IN_PARTS = "It was fitted to run in micro-batches: fitted.forward_backward(batch) cuts the batch and runs them"
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of the tensors that a model is called with."""
+"""Of the tensors that a model is called with, but for single numbers."""
 
 
 def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
-    """The shapes of all tensors among arguments; those of keywords in the order of their names."""
+    """The shapes of all tensors among arguments; those of keywords in the order of their names.
+
+    Single numbers are left out: a trainer's count of the targets makes no call larger.
+    """
     leaves = tree_leaves([list(args), [kwargs[name] for name in sorted(kwargs)]])
-    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
 
 
 def covers(known: Shapes, asked: Shapes) -> bool:
