@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from recollect._plan.groups import find_groups
@@ -33,6 +33,7 @@ from recollect._plan.ways import (
 _SLICES = 12
 _CALLS_IN_FULL = 150  # of a run of more, corners do: the others take a second each, and its parts are looked at too
 _NEAR = 0.2  # of a slice
+_LEAST_GAIN = 2e-4  # of the plain step
 _LONGEST_S = 1.0
 _HALF, _LEAST = 0.5, 1e-6
 _MOST_CORNERS = 24
@@ -50,6 +51,15 @@ class _Value:
     can_be_kept: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Corner:
+    """The best choice at some price of a byte: what it keeps, how many bytes, and the seconds of what runs again."""
+
+    kept: frozenset[int]
+    bytes: int
+    seconds: float
+
+
 def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
     """Options for a run that replays, from keeping nothing to keeping all, each the quickest for its bytes."""
     program = IntegerProgram(problem, run)
@@ -57,7 +67,7 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
     is_small = len(program.keepable) <= (_FEWER if program.has_groups else _FEW)
     groups = {number: group for group in find_groups(problem, run) for number in group}
     forced = set(find_forced(problem, run))
-    for kept in _try_all(program.keepable) if is_small else _try_slices(program):
+    for kept in _try_all(program.keepable) if is_small else _try_slices(problem, program):
         if kept in seen:
             continue
         seen.add(kept)
@@ -96,23 +106,44 @@ def _try_all(keepable: list[int]) -> Iterator[frozenset[int]]:
         yield from map(frozenset, itertools.combinations(keepable, count))
 
 
-def _try_slices(program: IntegerProgram) -> Iterator[frozenset[int]]:
+def _try_slices(problem: Problem, program: IntegerProgram) -> Iterator[frozenset[int]]:
     """The corners of the lower hull of bytes and seconds, and between them the quickest for so many bytes.
 
-    A corner is the quickest for its own bytes, and soon found: where one has nearly as many, no other is looked for.
+    A corner is the quickest for its own bytes, and soon found: where one has nearly as many, or takes hardly longer
+    than any choice can, no other is looked for.
     """
     corners = list(program.find_corners())
-    yield from corners
+    yield from (corner.kept for corner in corners)
     if program.count_calls() > _CALLS_IN_FULL:
         return
-    sizes = [program.count_bytes(kept) for kept in corners]
     for number in range(_SLICES + 1):
         most_bytes = program.plain_bytes * number // _SLICES
-        if any(0 <= most_bytes - size <= _NEAR * program.plain_bytes / _SLICES for size in sizes):
+        if any(0 <= most_bytes - corner.bytes <= _NEAR * program.plain_bytes / _SLICES for corner in corners):
+            continue
+        if _find_gain(corners, most_bytes) < _LEAST_GAIN * problem.plain_s:
             continue
         kept = program.solve(most_bytes)
         if kept is not None:
             yield kept
+
+
+def _find_gain(corners: Sequence[_Corner], most_bytes: int) -> float:
+    """How much quicker than the corners within so many bytes a choice can be at most: none lies below their hull.
+
+    >>> corners = [_Corner(frozenset(), 0, 8.0), _Corner(frozenset(), 8, 0.0)]
+    >>> _find_gain(corners, 4), _find_gain(corners, 8)
+    (4.0, 0.0)
+    """
+    below = [corner for corner in corners if corner.bytes <= most_bytes]
+    above = [corner for corner in corners if corner.bytes > most_bytes]
+    if not below:
+        return float("inf")
+    quickest = min(below, key=lambda corner: corner.seconds)
+    if not above:
+        return 0.0
+    left, right = max(below, key=lambda corner: corner.bytes), min(above, key=lambda corner: corner.bytes)
+    share = (most_bytes - left.bytes) / (right.bytes - left.bytes)
+    return quickest.seconds - (left.seconds + (right.seconds - left.seconds) * share)
 
 
 def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
@@ -275,33 +306,33 @@ class IntegerProgram:
         """How many calls there are to decide about."""
         return len(self._calls)
 
-    def find_corners(self, most: int = _MOST_CORNERS) -> Iterator[frozenset[int]]:
+    def find_corners(self, most: int = _MOST_CORNERS) -> Iterator[_Corner]:
         """The choices that are best for some price of a byte. Mixed among many blocks, no others are needed."""
         ends = [self._price(0.0), self._price(float("inf"))]
         stack = [(ends[0], ends[1])]
-        yield from (kept for end in ends if end is not None for kept in [end[0]])
+        yield from (end for end in ends if end is not None)
         for _ in range(most):
             if not stack:
                 return
             left, right = stack.pop(0)
-            if left is None or right is None or left[1] <= right[1] or left[2] >= right[2]:
+            if left is None or right is None or left.bytes <= right.bytes or left.seconds >= right.seconds:
                 continue
-            slope = (right[2] - left[2]) / (left[1] - right[1])
+            slope = (right.seconds - left.seconds) / (left.bytes - right.bytes)
             middle = self._price(slope)
-            if middle is None or not right[1] < middle[1] < left[1]:
+            if middle is None or not right.bytes < middle.bytes < left.bytes:
                 continue
-            line = left[2] + (left[1] - middle[1]) * slope
-            if middle[2] < line * (1 - 1e-6):
-                yield middle[0]
+            line = left.seconds + (left.bytes - middle.bytes) * slope
+            if middle.seconds < line * (1 - 1e-6):
+                yield middle
                 stack += [(left, middle), (middle, right)]
 
     def keep_at(self, seconds_per_byte: float) -> frozenset[int]:
         """The storages to keep if bytes have a price; all that are asked for if there is no answer in time."""
         found = self._price(seconds_per_byte)
-        return self._needs if found is None else found[0]
+        return self._needs if found is None else found.kept
 
-    def _price(self, seconds_per_byte: float) -> tuple[frozenset[int], int, float] | None:
-        """The best choice if bytes have a price: what it keeps, how many bytes, and the seconds of what runs again."""
+    def _price(self, seconds_per_byte: float) -> _Corner | None:
+        """The best choice if bytes have a price; None if there is no answer in time."""
         price = min(seconds_per_byte, 1.0)  # a second for a byte: nothing is worth that
         prices = {self._kept[at]: value.bytes * price for at, value in self._values.items() if value.bytes}
         # Without a limit this is a minimum cut or nearly so: the quick program has whole numbers for an answer.
@@ -311,9 +342,8 @@ class IntegerProgram:
         if values is None:
             return None
         kept = self._read_kept(values)
-        size = self.count_bytes(kept)
         seconds = sum(self._problem.prices.again_s(call) for call, at in self._again.items() if values[at] > _HALF)
-        return kept, size, seconds
+        return _Corner(kept, self.count_bytes(kept), seconds)
 
     def count_bytes(self, kept: frozenset[int]) -> int:
         """What a choice holds."""
