@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect._plan.overheads import USUAL, Overhead
 from tests.timing import with_fixed_times
 
 pytest.importorskip("scipy")
@@ -28,8 +29,10 @@ class Attends(nn.Module):
         return found
 
 
+@pytest.mark.parametrize("is_free", [False, True])
 @pytest.mark.parametrize("kind", ["written out", "of torch"])
-def test_every_budget_is_met_nearly_to_the_byte_that_was_promised(kind: str) -> None:
+def test_every_budget_is_met_nearly_to_the_byte_that_was_promised(kind: str, *, is_free: bool) -> None:
+    """Where regions cost the host nothing, replays are worth it that hold casts of weights."""
     torch.manual_seed(0)
     make = (
         (lambda: Attends(32))
@@ -52,17 +55,23 @@ def test_every_budget_is_met_nearly_to_the_byte_that_was_promised(kind: str) -> 
 
     expected = gradients()
     seen = with_fixed_times(recollect.profile(step))
+    if is_free:
+        nothing = Overhead(region_forward_s=0.0, call_forward_s=0.0, region_backward_s=0.0)
+        seen.derived["overheads"] = dict.fromkeys(USUAL, nothing)
     smallest = recollect.plan(seen, budget="min").peak_bytes
     budgets = {smallest + (seen.peak_bytes - smallest) * part // 8 for part in range(1, 8)}
-    tried = set()
+    tried, holding = set(), set[bool]()
     goals: list[int | str] = ["min", *sorted(budgets)]
     for budget in goals:
         plan = recollect.plan(seen, budget=budget)
-        if plan.choices in tried:
+        holds = tuple(region.keeps_casts for region in plan.regions)
+        if (plan.choices, holds) in tried:
             continue
-        tried.add(plan.choices)
-        with recollect.apply(model, plan):
+        tried.add((plan.choices, holds))
+        holding.update(holds)
+        with recollect.apply(model, recollect.Plan.from_json(plan.to_json())):
             for _ in range(2):
                 assert all(map(torch.equal, gradients(), expected))
-            assert recollect.profile(step).peak_bytes <= plan.peak_bytes * 1.002
+            assert 0.99 <= recollect.profile(step).peak_bytes / plan.peak_bytes <= 1.002
         model.zero_grad()
+    assert not is_free or True in holding

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect import Decision, policies
+from recollect._core.forecasts import PlannedRegion
+from recollect._core.torch_private.dispatch import DispatchMode
 from recollect._profile.memory import LiveBytes
 from tests.watching import Operators
 
@@ -261,3 +264,85 @@ def test_calls_under_autocast_and_without_are_learned_apart() -> None:
     calls = recollect.explain(region).regions[0].calls
     assert [call.calls for call in calls] == [4, 4]
     assert sorted("under autocast" in call.arguments for call in calls) == [False, True]
+
+
+class Attends(nn.Module):
+    """torch's own attention, whose weight for queries, keys and values is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.mixed = nn.MultiheadAttention(SIZE, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        found: Tensor = x + self.mixed(y, y, y, need_weights=False)[0]
+        return found
+
+
+class Convolves(nn.Module):
+    """Images on their way through convolutions, one of them transposed, and a weight that two products share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.back = nn.Conv2d(4, SIZE, 3, padding=1), nn.ConvTranspose2d(SIZE, 4, 3, padding=1)
+        self.mix = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(gelu(self.mix(self.first(x).transpose(1, -1)))).transpose(1, -1)
+        found: Tensor = x + self.back(gelu(y))
+        return found
+
+
+class Casts(DispatchMode):
+    """Counts how often matrices and images of parameters are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.count += isinstance(args[0], nn.Parameter) and args[0].dim() > 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("make", "op"),
+    [
+        *((Block, f"aten.{op}.default") for op in ("native_layer_norm", "gelu", "addmm")),
+        *((Convolves, f"aten.{op}.default") for op in ("convolution", "gelu", "mm")),
+        *((Attends, f"aten.{op}.default") for op in ("native_layer_norm", "mm", "addmm")),
+    ],
+)
+def test_casts_of_weights_that_a_plan_keeps_are_not_made_again(make: type[nn.Module], op: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make())
+    shape = (2, 4, SIZE, SIZE) if make is Convolves else (2, 4, SIZE)
+
+    def step() -> tuple[list[Tensor], int]:
+        torch.manual_seed(1)
+        x = torch.randn(shape, requires_grad=True)
+        loss = run(model, x)
+        with Casts() as casts:
+            found = torch.autograd.grad(loss, [x, *model.parameters()])
+        return list(found), casts.count
+
+    expected, _ = step()
+    choices = (recollect.Choice(decision=Decision.SAVE, op=op),)
+    counts = []
+    for keeps_casts in (False, True):
+        regions = tuple(
+            PlannedRegion(path=path, kind=make.__name__, way="replay", keeps_casts=keeps_casts) for path in "01"
+        )
+        with recollect.apply(model, recollect.Plan(choices=choices, regions=regions)) as handle:
+            for _ in range(3):
+                found, count = step()
+                assert all(map(torch.equal, found, expected))
+            said = [call.way for region in recollect.explain(handle).regions for call in region.calls]
+            assert set(said) == {"by replaying what backward asks for"}
+        counts.append(count)
+    assert counts[0] >= 4
+    assert counts[1] == 0

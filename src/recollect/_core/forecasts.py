@@ -25,6 +25,7 @@ class PlannedRegion:
         keeps: what it keeps, in words.
         joined_to: the path of the region before it, where it forgets what that one gives it: that is made again, too;
             ``""`` if it holds what it was given.
+        keeps_casts: whether a region that replays holds what autocast makes of its parameters.
     """
 
     path: str
@@ -38,6 +39,7 @@ class PlannedRegion:
     parameter_bytes: int = 0
     keeps: str = ""
     joined_to: str = ""
+    keeps_casts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

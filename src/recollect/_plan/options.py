@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from recollect._plan.endings import list_ends
 from recollect._plan.groups import find_groups
 from recollect._plan.names import find_named, name_kept
 from recollect._plan.prices import Added
@@ -13,7 +14,7 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import Rehearsal, rehearse
 from recollect._plan.segments import Segment
 from recollect._plan.treatments import PlannedWay, Treatment
-from recollect._plan.ways import can_be_kept, find_held_for
+from recollect._plan.ways import can_be_kept, find_held_for, find_weight_casts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +73,25 @@ class Option:
         names = name_kept(problem, first, self.calls(problem, first))
         calls = {number for number in find_named(problem, run, names) if can_be_kept(problem, run, number)}
         way, kept = find_held_for(problem, run, calls)
+        if way is PlannedWay.REPLAY and self.keeps_casts(problem, first):
+            kept |= find_weight_casts(problem, run)
         is_away = self.is_away and way is not PlannedWay.REPLAY
         return Treatment(way=way, kept=kept, is_away=is_away, is_joined=self.is_joined)
 
     def calls(self, problem: Problem, run: Run) -> set[int]:
-        """The calls that the executor is told to keep; where it holds casts, those that made what they are casts of."""
+        """The calls that the executor is told to keep; where it holds casts, those that made what they are casts of.
+
+        What it holds of parameters is told otherwise: see `keeps_casts`.
+        """
         found = set[int]()
         for number, place in ((run.first + call, place) for call, place in self.kept):
             storages = problem.reads[number] if number in problem.inner_casts else (problem.makes[number][place],)
-            found.update(run.makes[storage][-1] for storage in storages)
+            found.update(run.makes[storage][-1] for storage in storages if storage in run.makes)
         return found
+
+    def keeps_casts(self, problem: Problem, run: Run) -> bool:
+        """Whether a replay of the first run of a module holds what autocast makes of its parameters."""
+        return not find_weight_casts(problem, run).isdisjoint(self.storages(problem, run))
 
     def calls_sent(self, problem: Problem, run: Run) -> set[int]:
         """The calls whose results the executor is to send, if it is told to keep them: all of a call of torch."""
@@ -112,7 +122,8 @@ class Weighed:
 
     Attributes:
         option: which.
-        freed_bytes: how much less is there between the segment's forward and its backward.
+        freed_bytes: how much less is there between the segment's forward and its backward, until forward is over.
+        cached_bytes: how much less there is in addition as soon as that is over: autocast held it so long.
         forward_bytes: the most while its forward runs.
         backward_bytes: the most while its backward runs, recomputation included.
         again_s: how much longer the step takes.
@@ -120,6 +131,7 @@ class Weighed:
 
     option: Option
     freed_bytes: int
+    cached_bytes: int
     forward_bytes: int
     backward_bytes: int
     again_s: float
@@ -154,9 +166,21 @@ def _weigh(problem: Problem, segment: Segment, option: Option, plain: Rehearsal,
     return Weighed(
         option=option,
         freed_bytes=plain.bytes_while(turn) - seen.bytes_while(turn),
+        cached_bytes=_count_cached(problem, option, segment),
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
         again_s=seen.again_s,
+    )
+
+
+def _count_cached(problem: Problem, option: Option, segment: Segment) -> int:
+    """The bytes that are forgotten, and held by autocast until forward is over."""
+    return sum(
+        problem.sizes[end.storage]
+        for run, treatment in option.treat(problem, segment)
+        if treatment.way is not PlannedWay.OFFLOAD
+        for end in list_ends(problem, run)
+        if end.storage in problem.cached and end.storage not in treatment.kept and end.moment == problem.forward_count
     )
 
 

@@ -19,7 +19,7 @@ from recollect._plan.sent_modules import Extra, choose_sent
 from recollect._plan.solvers.chain import can_fit, choose_options
 from recollect._plan.solvers.keep_sets import find_keep_sets, find_served_sets, find_waist_sets
 from recollect._plan.treatments import PlannedWay, Treatment, count_host, find_held, find_recomputed
-from recollect._plan.ways import can_replay, cuts_by_choice, find_sendable, name_alike
+from recollect._plan.ways import can_replay, cuts_by_choice, find_sendable, find_weight_casts, name_alike
 
 _BUDGETS = 40
 _CLOSER = 5  # times, before the second
@@ -93,26 +93,52 @@ def list_recipes(problem: Problem, chain: Sequence[Segment], plain: Rehearsal, b
     start = min((run.start for run in last.runs if run.start is not None), default=problem.forward_count)
     rest = plain.most_bytes(last.runs[-1].stop, start)
     high = _find_smallest(options, rest, plain.peak_bytes)
-    for sent, extra in ((frozenset[int](), ()), *choose_sent(problem, chain)):
+    budgets = _spread(high, plain.peak_bytes, _BUDGETS)
+    here = Recipe(chain=chain, options=options, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
+    yield here
+    if (fewer := _follow_fewer(problem, chain, options)) is not None:
+        yield replace(here, options=fewer)
+    for sent, extra in choose_sent(problem, chain):
         away = {at: weigh(problem, chain[at], Option(way=PlannedWay.OFFLOAD), plain) for at in sent}
-        mixed = [[away[at]] if at in away else _keep_here(own) if away else own for at, own in enumerate(options)]
-        steps = _FEWER_BUDGETS if sent else _BUDGETS
+        mixed = [[away[at]] if at in away else _keep_here(own) for at, own in enumerate(options)]
         lowest = max(0, high - sum(one.freed_bytes for one in away.values()))
-        budgets = _spread(lowest, plain.peak_bytes, steps)
-        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=(*base, *extra))
-        if not sent and (fewer := _follow_fewer(problem, chain, options)) is not None:
-            yield Recipe(chain=chain, options=fewer, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
+        budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
+        yield replace(here, options=mixed, budgets=budgets, extra=(*base, *extra))
     for mixed, sent_bytes in _list_sending(problem, chain, options, plain):
         lowest = max(0, high - sent_bytes)
-        budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
-        yield Recipe(chain=chain, options=mixed, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
-    followed = _follow_fewer(problem, chain, options) or options
+        yield replace(here, options=mixed, budgets=_spread(lowest, plain.peak_bytes, _FEWER_BUDGETS))
+    yield from _list_rows(problem, here)
+    yield from _list_holding_casts(problem, chain, plain, rest, base)
+
+
+def _list_rows(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
+    """A recipe with rows of joined segments, where these can do with fewer bytes."""
+    followed = _follow_fewer(problem, recipe.chain, recipe.options) or recipe.options
+    fewest, *_, most = recipe.budgets
     for size in _ROWS if problem.may_join else ():
-        joined = _join(problem, chain, followed, size)
-        lowest = _find_smallest(joined, rest, high)
-        if lowest < high:
-            budgets = _spread(lowest, plain.peak_bytes, _FEWER_BUDGETS)
-            yield Recipe(chain=chain, options=joined, rest_bytes=rest, budgets=budgets, parts=parts, extra=base)
+        joined = _join(problem, recipe.chain, followed, size)
+        lowest = _find_smallest(joined, recipe.rest_bytes, fewest)
+        if lowest < fewest:
+            yield replace(recipe, options=joined, budgets=_spread(lowest, most, _FEWER_BUDGETS))
+
+
+def _list_holding_casts(
+    problem: Problem, chain: Sequence[Segment], plain: Rehearsal, rest_bytes: int, base: Extra
+) -> Iterator[Recipe]:
+    """With options that hold casts of weights: what a choice frees is what it does for backward.
+
+    Until forward is over autocast holds them anyway, and what is said of forward is too little; the judge sees it.
+    """
+    if not any(find_weight_casts(problem, run) for segment in chain for run in segment.runs[:1]):
+        return
+    options = weigh_chain(problem, chain, plain, holds_casts=True)
+    lowest = _find_smallest(options, rest_bytes, plain.peak_bytes)
+    budgets = _spread(lowest, plain.peak_bytes, _BUDGETS)
+    recipe = Recipe(chain=chain, options=options, rest_bytes=rest_bytes, budgets=budgets, parts={}, extra=base)
+    yield recipe
+    if (fewer := _follow_fewer(problem, chain, options)) is not None:
+        yield replace(recipe, options=fewer)
+    yield from _list_rows(problem, recipe)
 
 
 def _spread(low: int, high: int, steps: int) -> tuple[int, ...]:
@@ -143,8 +169,8 @@ def list_away(problem: Problem, chain: Sequence[Segment]) -> Iterator[list[tuple
 
 
 def _follow_fewer(
-    problem: Problem, chain: Sequence[Segment], options: Sequence[list[Weighed]]
-) -> list[list[Weighed]] | None:
+    problem: Problem, chain: Sequence[Segment], options: Sequence[Sequence[Weighed]]
+) -> Sequence[Sequence[Weighed]] | None:
     """Options with which only segments are replayed that the host can follow beside the device, one after the other.
 
     None if it can follow all of them, or none: then candidates for other paces have what is needed.
@@ -152,7 +178,7 @@ def _follow_fewer(
     prices, replay = problem.prices, Treatment(way=PlannedWay.REPLAY)
     if prices.plain is None or prices.pace.counts_forward:
         return None
-    spare, followed_s, found, count = prices.find_spare(), 0.0, list[list[Weighed]](), 0
+    spare, followed_s, found, count = prices.find_spare(), 0.0, list[Sequence[Weighed]](), 0
     for segment, own in zip(chain, options, strict=True):
         more_s = sum(count_host(problem, run, replay)[0] for run in segment.runs)
         can_follow = followed_s + more_s <= spare[min(segment.runs[-1].stop, len(spare) - 1)]
@@ -191,10 +217,10 @@ def _count_sent(problem: Problem, segment: Segment, option: Option) -> int:
 
 
 def _join(
-    problem: Problem, chain: Sequence[Segment], options: Sequence[list[Weighed]], row: int
-) -> list[list[Weighed]]:
+    problem: Problem, chain: Sequence[Segment], options: Sequence[Sequence[Weighed]], row: int
+) -> Sequence[Sequence[Weighed]]:
     """The options, and the same joined to the segment before, in rows of so many: what a row has is made at once."""
-    found, length, together = [list(options[0])], 0, 0
+    found, length, together = [options[0]], 0, 0
     for (before, segment), own in zip(itertools.pairwise(chain), options[1:], strict=True):
         giver, taker = before.runs[0], segment.runs[0]
         storages = find_joinable(problem, giver, taker) if len(before.runs) == len(segment.runs) == 1 else ()
@@ -234,15 +260,28 @@ def _keep_here(options: Sequence[Weighed]) -> list[Weighed]:
     return [weighed for weighed in options if not weighed.option.sends]
 
 
-def weigh_chain(problem: Problem, chain: Sequence[Segment], plain: Rehearsal) -> list[list[Weighed]]:
-    """The options of each segment that are worth looking at; those of one type are found once."""
+def weigh_chain(
+    problem: Problem, chain: Sequence[Segment], plain: Rehearsal, *, holds_casts: bool = False
+) -> list[list[Weighed]]:
+    """The options of each segment that are worth looking at; those of one type are found once.
+
+    Args:
+        problem: the step.
+        chain: the segments.
+        plain: what is beside them.
+        holds_casts: whether to look at options that hold casts of weights, too, and at what all free for backward.
+    """
     by_type: dict[int, tuple[Segment, list[Weighed]]] = {}
     _find_together(problem, chain)
     for segment in chain:
         if segment.type not in by_type:
-            found = [weigh(problem, segment, option, plain) for option in find_options(problem, segment)]
-            if not can_replay(problem, segment.runs[0]):
+            run = segment.runs[0]
+            able = [one for one in find_options(problem, segment) if holds_casts or not one.keeps_casts(problem, run)]
+            found = [weigh(problem, segment, option, plain) for option in able]
+            if not can_replay(problem, run) and not holds_casts:
                 found += [weigh(problem, segment, one, plain) for one in _combine_parts(problem, segment, plain)]
+            if holds_casts:
+                found = [replace(one, freed_bytes=one.freed_bytes + one.cached_bytes, cached_bytes=0) for one in found]
             by_type[segment.type] = (segment, without_worse(found))
     return [
         [move(one, problem, plain, by_type[segment.type][0], segment) for one in by_type[segment.type][1]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from recollect._core.calls import OpCall
+from recollect._core.calls import Category, OpCall
 from recollect._core.pace import is_bound_by_host
 from recollect._core.profiles import Clock
 from recollect._core.queues import reads_values
@@ -225,6 +225,25 @@ def _follow_copies(problem: Problem, run: Run, storage: int) -> tuple[int, ...]:
         for copy in (at for number in readers for at in problem.makes[number]):
             (found if copy in run.needs else waiting).append(copy)
     return tuple(found)
+
+
+def find_weight_casts(problem: Problem, run: Run) -> frozenset[int]:
+    """The storages that autocast makes of parameters, that backward asks for, and that all are given who would cast.
+
+    A replay holds all of them or none: a byte of each saves as much.
+    """
+    known: dict[tuple[str, int], frozenset[int]] = problem.derived.setdefault("weight casts", {})
+    key = (run.path, run.first)
+    if key not in known:
+        known[key] = frozenset(
+            copy
+            for number in problem.inner_casts.intersection(range(run.first, run.stop))
+            if all(problem.profile.storages[at].category is Category.PARAMETER for at in problem.reads[number])
+            for copy in problem.makes[number]
+            if copy in run.needs and problem.is_evictable(copy, run)
+            if not any(problem.makes[reader] for reader in find_copying(problem, run, [copy]))
+        )
+    return known[key]
 
 
 def find_held_for(problem: Problem, run: Run, calls: Collection[int]) -> tuple[PlannedWay, frozenset[int]]:

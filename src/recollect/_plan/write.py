@@ -20,7 +20,7 @@ from recollect._plan.segments import Segment
 from recollect._plan.treatments import PlannedWay, Treatment, find_held, find_recomputed, find_sent
 from recollect._plan.ways import find_copied, find_kept_of
 
-_MOST_WORDS = 4
+_MOST_WORDS, _CASTS = 4, "casts of weights"
 
 
 def write_choices(problem: Problem, choice: Iterable[tuple[Segment, Option]]) -> Iterator[Choice]:
@@ -76,6 +76,7 @@ def write_regions(
             parameter_bytes=sum(size for name, size in owned.items() if name.startswith(f"{segment.path}.")),
             keeps="all" if option.way is PlannedWay.OFFLOAD else _describe_kept(problem, segment.runs[0], option),
             joined_to=joined_to.get(segment.path, ""),
+            keeps_casts=option.keeps_casts(problem, segment.runs[0]),
         )
 
 
@@ -102,6 +103,7 @@ def _describe_kept(problem: Problem, run: Run, option: Option) -> str:
         calls = [call for call in calls if used.intersection(find_kept_of(problem, run, call))]
     counts = Counter(_short(problem.calls[call].op) for call in calls)
     words = [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]
+    words += [_CASTS] if option.keeps_casts(problem, run) else []
     more = len(words) - _MOST_WORDS
     return ", ".join(words[:_MOST_WORDS]) + (f" and {more} more" if more > 0 else "")
 

@@ -71,6 +71,11 @@ class Policy(ABC):
         return None
 
     @property
+    def keeps_casts(self) -> bool:
+        """Whether a replayed region holds what autocast makes of its parameters; nobody is asked about them apart."""
+        return False
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Its rules in words, as verdicts name them: those that match nothing in a step are warned about."""
         return ()

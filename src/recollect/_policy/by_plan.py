@@ -20,11 +20,17 @@ class ByPlan(Policy):
     plan: Plan
     words: str
     way: str | None = None
+    holds_casts: bool = False
 
     @property
     def replays(self) -> bool | None:
         """As the plan says, which counted on it."""
         return None if self.way is None else self.way == _REPLAY
+
+    @property
+    def keeps_casts(self) -> bool:
+        """As the plan says."""
+        return self.holds_casts
 
     def judge(self, site: Site) -> Verdict | None:
         """By the first choice that is for the site."""
@@ -39,8 +45,10 @@ def follow_plan(plan: Plan, region: str) -> ByPlan:
     """What a plan says of one region; regions about which it says the same have equal policies."""
     mine = [choice for choice in plan.choices if choice.region is None or _is_for(choice.region, region)]
     own = Plan(choices=tuple(replace(choice, region=None) if not choice.is_exact else choice for choice in mine))
-    way = next((planned.way for planned in plan.regions if planned.path == region), None)
-    return ByPlan(own, own.digest[:12], way)
+    planned = next((one for one in plan.regions if one.path == region), None)
+    if planned is None:
+        return ByPlan(own, own.digest[:12])
+    return ByPlan(own, own.digest[:12], planned.way, planned.keeps_casts)
 
 
 def goes_by_plan(policy: Policy) -> bool:

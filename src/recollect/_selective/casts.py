@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._selective.kept_call import has_same_bits
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _CASTING = frozenset(
     {
         *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
+        *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
         *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm),
         *(Tensor.addmm, Tensor.baddbmm, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.__matmul__),
     }
@@ -62,13 +63,49 @@ def hold_casts(raw: Program, held: list[Any], kept: set[int], saved: list[Saved]
             assert isinstance(cast_to, Tensor), "casts of kept values are held"
             if any(cast.is_copied for _, cast in mine) or not _is_whole(cast_to, held[number]):
                 continue
-            shape, kind = held[number].shape, (cast_to.dtype, cast_to.shape, cast_to.stride())
-            raw.held_casts[at] = HeldCast(number, shape, kind)
-            held[number] = cast_to.detach().view(shape)
+            kind = (cast_to.dtype, cast_to.shape, cast_to.stride())
+            origin = held[number]
+            raw.held_casts[at] = HeldCast(number, kind, origin.shape, origin.stride(), 0)
+            held[number] = raw.held_casts[at].find_value(cast_to.detach())
         else:
             held[number] = None
         for at, _ in mine:
             raw.sources[at] = HELD
+
+
+def hold_weight_casts(raw: Program, held: list[Any], saved: list[Saved]) -> None:
+    """Hold what products have made of parameters, as a plain step does; products that are made again are given it.
+
+    Args:
+        raw: what to call for what; changed.
+        held: by number, what is held; changed.
+        saved: all saved tensors.
+    """
+    casts: defaultdict[int, list[tuple[int, Cast]]] = defaultdict(list)
+    for at, one in enumerate(saved):
+        cast = one.cast
+        if cast is not None and is_weight(held[cast.number]) and raw.calls[cast.call].func in _CASTING:
+            casts[cast.number].append((at, cast))
+    uses = raw.count_uses(list(range(len(raw.sources))), held)
+    for number, mine in casts.items():
+        remade = {cast.call: (at, cast) for at, cast in mine if isinstance(raw.sources[at], Inner)}
+        taken = sum(link == number for index in remade for link in raw.calls[index].links)
+        if remade and (uses[number] != len(mine) - len(remade) + taken or any(cast.is_copied for _, cast in mine)):
+            mine = [(at, cast) for at, cast in mine if cast.call not in remade]  # noqa: PLW2901 (the rest is cast again)
+        elif remade:
+            at, cast = min(remade.values(), key=lambda pair: pair[0])
+            tensor, origin = saved[at].tensor, held[number]
+            assert isinstance(tensor, Tensor), "casts of weights are held"
+            stride = torch.empty_like(origin, dtype=tensor.dtype, device="meta").stride()
+            raw.held_casts[at] = HeldCast(number, cast.kind, origin.shape, stride, cast.steps)
+            held[number] = raw.held_casts[at].find_value(tensor.detach())
+        for at, _ in mine:
+            raw.sources[at] = HELD
+
+
+def is_weight(tensor: Any) -> bool:
+    """Whether a tensor from outside of a region is a parameter."""
+    return isinstance(tensor, Parameter)
 
 
 def _is_whole(cast: Tensor, origin: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recollect._selective.casts import hold_casts
+from recollect._selective.casts import hold_casts, hold_weight_casts
 from recollect._selective.outlines import Outline, share_memory
 from recollect._selective.program import HELD, NOWHERE, Bound, Call, Inner, Program, Source, View
 from recollect._selective.recording import WRITES
@@ -114,6 +114,8 @@ class Draft:
             raw.metas.append(saved.meta)
         self._place_inner(raw, inside, kept, held)
         mine = {number for index in kept for number in recording.entries[index].outs}
+        if recording.keeps_casts:
+            hold_weight_casts(raw, held, recording.saved)
         hold_casts(raw, held, mine - recording.overwritten - sent, recording.saved)
         uses = raw.count_uses(list(range(len(raw.sources))), held)
         if any(uses[number] and recording.makers[number] == NOWHERE for number in recording.overwritten):

@@ -247,7 +247,7 @@ class Following(Binding, FunctionMode):
             if (tensor.dtype, tensor.shape, tensor.stride()) != cast.kind:
                 self.why_broken = self.why_broken or OTHER_WAYS
                 continue
-            self.bound.held[cast.number], self.bound.versions[cast.number] = tensor.view(cast.shape), version
+            self.bound.held[cast.number], self.bound.versions[cast.number] = cast.find_value(tensor), version
         self._casts.clear()
 
     def _note_draw(self, index: int, call: Call) -> None:

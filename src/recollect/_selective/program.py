@@ -232,14 +232,20 @@ class HeldCast:
 
     Attributes:
         number: of that value: all that replay calls with it would cast it again.
-        shape: of that value.
-        kind: dtype, shape and strides of the saved tensor, which has no gaps.
+        kind: dtype, shape and strides of the saved tensor.
+        shape: of the whole cast, of which the saved tensor is a view.
+        stride: likewise.
+        steps: how many elements behind the start of the whole cast the saved tensor starts.
     """
 
-    __slots__ = ("kind", "number", "shape")
+    __slots__ = ("kind", "number", "shape", "steps", "stride")
 
-    def __init__(self, number: int, shape: Any, kind: tuple[Any, ...]) -> None:
-        self.number, self.shape, self.kind = number, shape, kind
+    def __init__(self, number: int, kind: tuple[Any, ...], shape: Any, stride: Any, steps: int) -> None:
+        self.number, self.kind, self.shape, self.stride, self.steps = number, kind, shape, stride, steps
+
+    def find_value(self, saved: Tensor) -> Tensor:
+        """The whole cast, in the memory of the saved tensor."""
+        return saved.as_strided(self.shape, self.stride, saved.storage_offset() - self.steps)
 
 
 class Held:

@@ -30,7 +30,7 @@ from recollect._core.torch_private.ambient import FunctionMode, any_autocast_ena
 from recollect._core.torch_private.composites import ATTENTION
 from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
-from recollect._selective.casts import find_cast
+from recollect._selective.casts import find_cast, is_weight
 from recollect._selective.kept_call import read_states, sources_of, version_of
 from recollect._selective.outlines import Memories, Outline, share_memory
 from recollect._selective.program import (
@@ -64,6 +64,7 @@ class Recording(FunctionMode):
     Args:
         classes: what plain tensors are here.
         holds_all: whether to hold every tensor, because a policy may keep some after the fact.
+        keeps_casts: whether the policy keeps what autocast makes of parameters.
 
     Attributes:
         entries: its calls that gave tensors.
@@ -75,11 +76,12 @@ class Recording(FunctionMode):
         inputs: for numbers of the region's arguments, which leaf of them each is.
         overwritten: numbers whose tensors have another value now, under another number.
         why_broken: why it cannot be believed; None if it can.
+        keeps_casts: as given.
     """
 
-    def __init__(self, classes: TensorClasses, *, holds_all: bool = False) -> None:
+    def __init__(self, classes: TensorClasses, *, holds_all: bool = False, keeps_casts: bool = False) -> None:
         super().__init__()
-        self.classes = classes
+        self.classes, self.keeps_casts = classes, keeps_casts
         self.entries: list[RecordedCall] = []
         self.tensors: list[Tensor | Outline] = []
         self.saved: list[Saved] = []
@@ -307,8 +309,10 @@ class Recording(FunctionMode):
         self.saved.append(Saved(kept, owner, place, base, is_base, read_meta(tensor), bits, cast))
 
     def _may_hold_cast(self, cast: Cast) -> bool:
-        """Whether a cast may be held in place of what was cast: that is kept, and no smaller (`hold_casts`)."""
+        """Whether a cast may be held: of a weight, or in place of what was cast, if kept and no smaller."""
         origin, (dtype, *_) = self.tensors[cast.number], cast.kind
+        if is_weight(origin):
+            return self.keeps_casts
         is_kept = self.makers[cast.number] != NOWHERE and isinstance(origin, Tensor)
         return is_kept and dtype.itemsize <= origin.element_size()
 

@@ -84,7 +84,7 @@ class Renumbering:
             if isinstance(renumbered, View):
                 bases.add(renumbered.number)
         program.held_casts = {
-            at: HeldCast(new[cast.number], cast.shape, cast.kind)
+            at: HeldCast(new[cast.number], cast.kind, cast.shape, cast.stride, cast.steps)
             for at, cast in raw.held_casts.items()
             if cast.number in new
         }

@@ -121,7 +121,9 @@ class SelectiveWay(ServedWay):
         recorder: Recording | Following | None = None
         if self._may_record(frame):
             if decisions.program is None:
-                recorder = self._recording = Recording(_tensor_classes(), holds_all=knowledge.sees_names)
+                recorder = self._recording = Recording(
+                    _tensor_classes(), holds_all=knowledge.sees_names, keeps_casts=knowledge.policy.keeps_casts
+                )
             else:
                 recorder = self._following = self._follow(decisions.program)
             recorder.begin(arguments)

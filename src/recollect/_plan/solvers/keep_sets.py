@@ -27,6 +27,7 @@ from recollect._plan.ways import (
     find_copying,
     find_forced,
     find_held_for,
+    find_weight_casts,
     line_of,
 )
 
@@ -66,14 +67,16 @@ def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
     seen: set[frozenset[int]] = set()
     is_small = len(program.keepable) <= (_FEWER if program.has_groups else _FEW)
     groups = {number: group for group in find_groups(problem, run) for number in group}
-    forced = set(find_forced(problem, run))
-    for kept in _try_all(program.keepable) if is_small else _try_slices(problem, program):
+    forced, casts = set(find_forced(problem, run)), find_weight_casts(problem, run)
+    found = _try_all(program.keepable) if is_small else _try_slices(problem, program)
+    for kept in (other for one in found for other in dict.fromkeys((one, one - casts, one | casts))):
         if kept in seen:
             continue
         seen.add(kept)
         # Without anything kept there would be no replay: what backward has no use for is kept at no cost.
-        calls = forced.union(number for at in kept for number in groups[run.makes[at][-1]]) or set(program.unused)
-        option = keep_calls(problem, run, (number for number in calls if can_be_kept(problem, run, number)))
+        calls = forced.union(number for at in kept - casts for number in groups[run.makes[at][-1]])
+        able = {number for number in calls or program.unused if can_be_kept(problem, run, number)}
+        option = keep_calls(problem, run, able, holds_casts=not casts.isdisjoint(kept))
         if option.way is PlannedWay.REPLAY:
             yield option
 
@@ -89,14 +92,24 @@ def find_waist_sets(problem: Problem, run: Run) -> Iterator[Option]:
         calls = forced.union(run.makes[storage][-1] for storage in waists[at])
         groups = (group for group in find_groups(problem, run) if not calls.isdisjoint(group))
         together = {number for group in groups for number in group if can_be_kept(problem, run, number)}
-        option = keep_calls(problem, run, together)
-        if option.way is PlannedWay.REPLAY:
-            yield option
+        for holds_casts in (False, True) if find_weight_casts(problem, run) else (False,):
+            option = keep_calls(problem, run, together, holds_casts=holds_casts)
+            if option.way is PlannedWay.REPLAY:
+                yield option
 
 
-def keep_calls(problem: Problem, run: Run, calls: Iterable[int]) -> Option:
-    """What it means to keep what these calls give: how the executor will get the rest back."""
+def keep_calls(problem: Problem, run: Run, calls: Iterable[int], *, holds_casts: bool = False) -> Option:
+    """What it means to keep what these calls give: how the executor will get the rest back.
+
+    Args:
+        problem: the step.
+        run: which.
+        calls: by number.
+        holds_casts: whether what autocast makes of parameters is held as well, if it replays.
+    """
     way, held = find_held_for(problem, run, set(calls))
+    if holds_casts and way is PlannedWay.REPLAY:
+        held |= find_weight_casts(problem, run)
     return Option(way=way, kept=frozenset(place_of(problem, run, storage) for storage in held))
 
 
@@ -181,7 +194,7 @@ class IntegerProgram:
 
     Attributes:
         plain_bytes: what the run holds for backward if nothing is forgotten.
-        keepable: the storages made in the run that can be kept.
+        keepable: the storages made in the run that can be kept, each by itself.
         has_groups: whether some of its calls are kept together or not at all.
     """
 
@@ -193,6 +206,7 @@ class IntegerProgram:
         forced = find_forced(problem, run) if needs is None else ()
         self._there = there.union(storage for number in forced for storage in problem.makes[number])
         self._copied = {} if self._is_bound else find_copied(problem, run)
+        self._casts = frozenset[int]() if self._is_bound else find_weight_casts(problem, run)
         self._calls = self._find_calls()
         self._values = self._find_values()
         self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
@@ -202,7 +216,9 @@ class IntegerProgram:
                 self._kept.update(dict.fromkeys(copies, self._kept[storage]))  # what is kept of it are these
         self.plain_bytes = sum(problem.sizes[storage] for storage in self._needs if problem.is_evictable(storage, run))
         self.keepable = [
-            storage for storage, value in self._values.items() if storage in run.makes and value.can_be_kept
+            storage
+            for storage, value in self._values.items()
+            if storage in run.makes and value.can_be_kept and storage not in self._casts
         ]
 
         self.has_groups = any(len(group) > 1 for group in self._find_groups())
@@ -238,9 +254,8 @@ class IntegerProgram:
                 size = 0 if held_anyway and storage in self._needs else problem.sizes[storage]
                 if storage in self._copied:
                     size = sum(problem.sizes[copy] for copy in self._copied[storage])
-                found[storage] = _Value(
-                    storage, size, self._is_bound or can_be_kept(problem, run, run.makes[storage][-1])
-                )
+                is_free = self._is_bound or storage in self._casts
+                found[storage] = _Value(storage, size, is_free or can_be_kept(problem, run, run.makes[storage][-1]))
             for storage in problem.reads[call]:
                 end = problem.spans[storage][1]
                 if storage not in run.makes and end is not None and end <= (run.start or 0):
@@ -268,6 +283,8 @@ class IntegerProgram:
             for reader in find_copying(self._problem, self._run, [copy]):
                 if reader in self._again:
                     model.require({self._kept[copy]: 1.0, self._again[reader]: 1.0}, at_most=1.0)
+        for first, other in itertools.pairwise(self._casts):
+            model.require({self._kept[first]: 1.0, self._kept[other]: -1.0}, at_least=0.0, at_most=0.0)
         for group in self._find_groups() if not self._is_bound else ():
             for first, other in itertools.pairwise(group):
                 model.require({self._again[first]: 1.0, self._again[other]: -1.0}, at_least=0.0, at_most=0.0)
