@@ -13,7 +13,7 @@ import recollect._fit.overheads as measuring
 from recollect._core.authors import Role
 from recollect._fit.overheads import _FARTHEST, measure_overheads, measured_overheads
 from recollect._fit.work import work_for
-from recollect._plan.overheads import USUAL, Overhead
+from recollect._plan.overheads import USUAL, USUAL_ON_DEVICE, Overhead
 from recollect._plan.problem import Problem
 from recollect._plan.treatments import Treatment, find_recomputed
 from recollect._plan.ways import find_held_for
@@ -46,10 +46,21 @@ def test_measuring_leaves_generators_modes_and_gradients_alone() -> None:
 def test_steps_that_ran_here_are_priced_as_measured_and_dry_ones_as_usual() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
     real, dry = recollect.profile(model, x), recollect.profile(model, x, dry=True, device="H200")
-    assert work_for(dry, None).problem.overheads is USUAL
+    assert work_for(dry, None).problem.overheads is USUAL_ON_DEVICE
     measured = work_for(real, None).problem.overheads
     assert measured is not USUAL
     assert work_for(real, 1e9).problem.overheads is measured
+
+
+def test_draws_of_a_device_that_is_not_here_are_priced_as_those_of_its_generator() -> None:
+    model, given = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))), torch.empty(4, 8)
+    on_host, on_device = (
+        work_for(recollect.profile(model, given, dry=True, device=device), None).problem.overheads["replay"]
+        for device in ("cpu", "H100")
+    )
+    assert on_device.forward_s(20) == on_host.forward_s(20)
+    assert on_device.forward_s(20, draws=3) < on_host.forward_s(20, draws=3)
+    assert on_device.backward_s(20, again=5, draws=3) < on_host.backward_s(20, again=5, draws=3)
 
 
 def test_measuring_warns_of_nothing_where_backward_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

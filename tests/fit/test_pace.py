@@ -125,7 +125,7 @@ def test_where_the_host_sets_the_pace_plans_send_nothing_that_costs_it_much(
     sent: list[int] = []
     for value_s in (0.0, 5e-3):
         prices = {way: replace(one, value_forward_s=value_s, value_backward_s=value_s) for way, one in USUAL.items()}
-        monkeypatch.setattr(work, "USUAL", prices)
+        monkeypatch.setattr(work, "USUAL_ON_DEVICE", prices)
         seen = at(step, Pace.HOST)
         held = seen.timeline.held_bytes
         plan = recollect.plan(seen, budget=int(held + 0.7 * (seen.peak_bytes - held)), tiers="host")
@@ -139,7 +139,7 @@ def test_a_step_that_waits_in_forward_is_planned_to_run_few_blocks_again(
 ) -> None:
     replay = USUAL["replay"]
     slow = {**USUAL, "replay": replace(replay, region_forward_s=4e-3)}
-    monkeypatch.setattr(work, "USUAL", slow)
+    monkeypatch.setattr(work, "USUAL_ON_DEVICE", slow)
     ways: dict[Pace, set[str]] = {}
     for wanted in (Pace.DEVICE, Pace.FORWARD):
         seen = at(step, wanted)
@@ -155,7 +155,7 @@ def test_a_step_that_waits_in_forward_is_planned_to_run_few_blocks_again(
 def test_as_many_blocks_are_replayed_as_the_host_can_follow(step: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks_s = sum(call.device_s or 0.0 for call in step.calls[: step.forward_count] if "layers." in call.module) / 4
     slow = {**USUAL, "replay": replace(USUAL["replay"], region_forward_s=1.3 * blocks_s)}
-    monkeypatch.setattr(work, "USUAL", slow)
+    monkeypatch.setattr(work, "USUAL_ON_DEVICE", slow)
     points = work_for(at(step, Pace.DEVICE), None).frontier().points
     followed = [sum(option.way is PlannedWay.REPLAY for _, option in point.choice) for point in points]
     first = followed.index(4)

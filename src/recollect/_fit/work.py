@@ -15,7 +15,7 @@ from recollect._fit.overheads import measured_overheads
 from recollect._fit.sending import measured_sending
 from recollect._fit.standard import list_standard
 from recollect._plan.frontier import Frontier, find_frontier
-from recollect._plan.overheads import USUAL, Overhead
+from recollect._plan.overheads import USUAL, USUAL_ON_DEVICE, Overhead
 from recollect._plan.problem import Problem
 from recollect._plan.segments import find_chains
 from recollect._plan.solvers.bound import Bound
@@ -67,7 +67,7 @@ def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:
     profile = problem.plain
     device = "cuda" if profile.clock is Clock.DEVICE else "cpu"
     if not _ran_here(profile):
-        return USUAL
+        return USUAL if problem.prices.plain is None else USUAL_ON_DEVICE
     known = profile.derived.get(_OVERHEADS)
     if not isinstance(known, dict):
         known = profile.derived[_OVERHEADS] = measured_overheads(device, is_autocast=bool(problem.casts))

@@ -96,3 +96,11 @@ What each value costs is in part an estimate. Python takes 15 µs on the way out
 carries nothing. The rest is what a device's driver takes for one value on its own: two events recorded, two waits, two
 changes of stream, a copy launched, and on the way back memory allocated; taken to be 12 µs each way.
 """
+
+_COUNTED = {"random_forward_s": 10e-6, "random_again_s": 6e-6}
+
+USUAL_ON_DEVICE: Mapping[str, Overhead] = {
+    **USUAL,
+    **{way: replace(USUAL[way], **_COUNTED) for way in ("replay", "replay, sending")},
+}
+"""Likewise where random numbers come from a device: where its generator stands is two numbers, not a state of 5 kB."""
