@@ -18,6 +18,7 @@ pytest.importorskip("typer")
 pytest.importorskip("scipy")
 
 BLOCKS = """
+from collections import UserDict
 import torch
 from torch import nn
 
@@ -28,6 +29,20 @@ def make_model():
 def make_mapping():
     model, x = make_model()
     return {"model": model, "inputs": {"input": x}, "loss": lambda y: y.square().mean(), "optimizer": torch.optim.AdamW}
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, _ = make_model()
+    def forward(self, hidden, scale=1.0):
+        return self.blocks(hidden) * scale
+
+def make_batch():
+    return Named(), {"hidden": torch.randn(512, 64)}
+
+def make_batch_of_another_class():
+    model, batch = make_batch()
+    return model, UserDict(batch)
 
 def make_step():
     model, x = make_model()
@@ -86,6 +101,15 @@ def test_a_target_is_planned_and_written(invoke: Invoke, folder: Path, command: 
     made = Plan.from_json((folder / "plan.json").read_text("utf-8"))
     assert made.peak_bytes <= 5 * 2**20
     assert "<title>" in (folder / "plan.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("target", ["blocks:make_batch", "blocks:make_batch_of_another_class"])
+@pytest.mark.parametrize("command", ["profile", "plan", "fit"])
+def test_a_batch_that_maps_names_is_spread_over_the_models_arguments(invoke: Invoke, command: str, target: str) -> None:
+    budget = () if command == "profile" else ("--budget", "8MiB")
+    done = invoke(command, target, *budget, "--dtype", "float64")
+    assert not done.code, done.err
+    assert "Named" in done.out
 
 
 def test_what_was_written_can_be_applied_as_the_command_says(invoke: Invoke, folder: Path) -> None:

@@ -106,22 +106,23 @@ def _bind_batch(subject: "ProfileArguments", name: str) -> Any:
     """The inputs of a model as one batch: a tuple, or a mapping where some are given by keyword."""
     import torch
 
-    from recollect._inspect.calling import is_lightning
+    from recollect._inspect.calling import is_lightning, spread
 
     kwargs = subject.options.get("kwargs", {})
     assert isinstance(subject.what, torch.nn.Module)
     if not kwargs and is_lightning(subject.what) and subject.inputs and "loss" not in subject.options:
         batch, *index = subject.inputs  # what training_step is called with
         return batch if not index or isinstance(index[0], int) else subject.inputs
+    inputs, kwargs = spread(subject.what, subject.inputs, kwargs)
     if not kwargs:
-        return subject.inputs
+        return inputs
     signature = read_signature(subject.what.forward)
-    names = signature.bind(*subject.inputs, **kwargs).arguments
+    names = signature.bind(*inputs, **kwargs).arguments
     kinds = {signature.parameters[key].kind for key in names if key not in kwargs}
     if kinds & {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}:
         fail(
             f"{name} returned both positional inputs and keywords, but the model does not take all of them by "
             "keyword: return keywords only"
         )
-    by_position = dict(zip(names, subject.inputs, strict=False))
+    by_position = dict(zip(names, inputs, strict=False))
     return {**by_position, **kwargs}

@@ -143,7 +143,7 @@ def move_subject(subject: ProfileArguments, device: str | None, dtype: torch.dty
             return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
         if isinstance(value, (tuple, list)):
             return type(value)(move(item) for item in value)
-        return {key: move(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return {key: move(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
     model = subject.what.to(device=device, dtype=dtype)
     options = {key: move(value) if key == "kwargs" else value for key, value in subject.options.items()}
