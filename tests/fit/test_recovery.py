@@ -23,11 +23,13 @@ class Net(nn.Module):
         self.layers, self.drop = nn.Sequential(*blocks), nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(()))
         self.calls: Tensor
+        self.turn = 0
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.calls += 1
-        result: Tensor = self.drop(self.layers(x)).square().mean()
+        self.turn += 1
+        result: Tensor = self.drop(self.layers(x)).square().mean() / self.turn
         return result
 
 

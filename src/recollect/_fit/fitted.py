@@ -67,8 +67,9 @@ class Fitted:
 
         If the plan has the lever ``"micro_batches"``, the batch runs in parts. Stepping the optimizer is up to you.
 
-        If you called `fit` with ``recover=True`` and memory runs out, this restores gradients, buffers and random
-        generators, switches to a tighter plan, and runs the batch once more. The log says so.
+        If you called `fit` with ``recover=True`` and memory runs out, this restores gradients, buffers, random
+        generators and what modules count in attributes, switches to a tighter plan, and runs the batch once more. The
+        log says so.
 
         Returns:
             The loss, without a graph.

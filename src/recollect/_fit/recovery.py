@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from recollect._core.torch_private.versions import version_of
 from recollect._inspect.surroundings import list_generators
+from recollect._profile.attributes import Attributes
 from recollect._recompute.rng import Source, put_back
 
 
 class Recovery:
-    """Gradients, buffers and random generators as they are now; `restore` puts them back.
+    """Gradients, buffers, random generators and what modules count, as they are now; `restore` puts them back.
 
     Gradients that there are, and buffers, are copied to the host; after ``zero_grad()`` there are none. Parameters are
     not copied: if they were written into, as by an optimizer that steps in backward, nothing can be run again.
@@ -26,7 +27,10 @@ class Recovery:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [(one, version_of(one)) for one in model.parameters()]
         self._gradients = [(one, one.grad, _copy(one.grad)) for one, _ in self._parameters]
-        self._buffers = [(buffer, _copy(buffer)) for buffer in model.buffers()]
+        self._buffers = [(buffer, version_of(buffer), _copy(buffer)) for buffer in model.buffers()]
+        self._attributes = Attributes()
+        for part in model.modules():
+            self._attributes.note(part)
         self._states: list[tuple[Source, Any]] = [(source, source.read()) for source in list_generators()]
 
     @property
@@ -36,12 +40,15 @@ class Recovery:
 
     def restore(self) -> None:
         """Put everything back, and free what the failed run has left."""
+        written = {id(buffer) for buffer, version, _ in self._buffers if version_of(buffer) != version}
+        self._attributes.settle(lambda part: any(id(one) in written for one in part.buffers(recurse=False)))
+        self._attributes.restore()
         with torch.no_grad():
             for parameter, gradient, copied in self._gradients:
                 if gradient is not None and copied is not None:
                     gradient.copy_(copied)
                 parameter.grad = gradient
-            for buffer, copied in self._buffers:
+            for buffer, _, copied in self._buffers:
                 if copied is not None:
                     buffer.copy_(copied)
         put_back(self._states)

@@ -52,8 +52,9 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
     after they have settled: the profile is that of any later step, and nothing that they learn stays. Afterwards,
     parameters, buffers, gradients, optimizers and random generators are restored bit for bit, even if the step fails;
     memory that the step writes into is copied to the host first. Tensors that a step function carries on in your own
-    objects, such as the state of a recurrent net, are restored, too. Hooks and similar things that a model sets up in
-    its first forward stay, as after an ordinary forward.
+    objects, such as the state of a recurrent net, are restored, too, and so are numbers, flags, strings and small
+    tensors in modules' attributes. Hooks and similar things that a model sets up in its first forward stay, as after an
+    ordinary forward, with the flags that tell of them.
 
     A dry profile runs nothing: it traces the step on fake tensors, which need neither the memory nor the device, and
     estimates. The model may be on ``meta``. If the step reads values, it gets made-up ones, which the profile notes; a

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Undo:
-    """Parameters, buffers, gradients, optimizers, random generators and the user's objects, as a step found them.
+    """Parameters, buffers, attributes, gradients, optimizers, random generators and the user's objects, as found.
 
     Args:
         is_on: whether more than random generators is put back: not where the caller's step goes on, nor on fake

@@ -242,7 +242,7 @@ class Capture(DispatchMode):
             leaf = leaf_of(node)
             own = [] if leaf is None or leaf.grad is None else [storage for storage, _ in storages_of(leaf.grad)]
             found = [one for one in found if any(one[0] is storage for storage in own)]
-        self._snapshot.before_write(found)
+        self._snapshot.before_write(found, is_before_backward=not self._passes)
 
     def _write_down(
         self, call: RawCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: Sequence[Tensor]

@@ -3,9 +3,8 @@
 Memory is copied to the host just before the first operator that writes into it, so that a step that changes nothing
 copies nothing, and the device holds no second copy. Parameters and buffers are also known by the memory they have: a
 step that gives them other memory (``p.data = ...``) gets the old one back; see `exchanged`. What a first forward sets
-up (hooks, parts, buffers that were not there) stays set up, once: models know by flags of their own that they have done
-so.
-Not seen: writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these tables.
+up (hooks, parts, buffers that were not there) stays set up, once; see `attributes` for the flags by which models know.
+Not seen: writes past the operators (through ``numpy`` or raw pointers), and Python objects other than these.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.torch_private.pytree import tree_leaves
+from recollect._profile.attributes import PARTS_AND_HOOKS, Attributes
 from recollect._profile.contents import Contents
 from recollect._profile.exchanged import Memories
 from recollect._profile.storages import Found, storages_of
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_SET_UP = (
-    *("_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
-)
 _SMALL = 2**20
 _DEEPEST = 6  # states of optimizers are dicts of dicts, some with lists in them
 
@@ -36,7 +32,9 @@ class Snapshot:
     def __init__(self) -> None:
         self._contents = Contents()
         self._written: dict[int, tuple[ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
+        self._initialised: dict[int, ref[torch.UntypedStorage]] = {}
         self._gradients: dict[int, _Gradient] = {}
+        self._attributes = Attributes()
         self.memories = Memories()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -46,6 +44,7 @@ class Snapshot:
         for part in module.modules():
             for name in _TABLES:
                 self._contents.note_lost(vars(part).get(name))
+            self._attributes.note(part)
             self._modes.append((part, part.training))
         for tensor in (*module.parameters(), *module.buffers()):
             self.memories.add(tensor)
@@ -61,8 +60,9 @@ class Snapshot:
 
     def note_set_up(self, module: nn.Module) -> None:
         """The step has run once: parts and hooks that it has set, or taken away, stay so, whatever it does again."""
+        self._attributes.settle(self._has_initialised)
         for part in module.modules():
-            for name in _SET_UP:
+            for name in PARTS_AND_HOOKS:
                 self._contents.note(vars(part).get(name))
 
     def note_leaf(self, leaf: Tensor) -> None:
@@ -89,12 +89,14 @@ class Snapshot:
         if id(generator) not in self._generators:
             self._generators[id(generator)] = (generator, generator.get_state())
 
-    def before_write(self, found: Iterable[Found]) -> None:
+    def before_write(self, found: Iterable[Found], *, is_before_backward: bool = False) -> None:
         """These storages are about to be written into; the first time counts.
 
         They are not held: a region that runs again writes into copies of buffers, which would stay until the end.
         """
         for storage, device in found:
+            if is_before_backward:
+                self._initialised[id(storage)] = ref(storage)
             if not self._has_copy(storage):
                 copy = storage.clone() if device.type == "cpu" else storage.cpu()
                 self._written[id(storage)] = (ref(storage), copy)
@@ -108,6 +110,13 @@ class Snapshot:
     def _has_copy(self, storage: torch.UntypedStorage) -> bool:
         known = self._written.get(id(storage))
         return known is not None and known[0]() is storage
+
+    def _has_initialised(self, part: nn.Module) -> bool:
+        """Whether forward has written into a module's own parameters or buffers: before backward, nobody else does."""
+        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        storages = (storage for tensor in own for storage, _ in storages_of(tensor))
+        found = ((self._initialised.get(id(storage)), storage) for storage in storages)
+        return any(known is not None and known() is storage for known, storage in found)
 
     def clear_gradients(self) -> None:
         """Let the known leaves have no gradient, as after ``zero_grad``; `restore` gives theirs back."""
@@ -125,6 +134,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
+        self._attributes.settle(self._has_initialised)  # it may have failed before it was said to have run
         for weak, copy in self._written.values():
             storage = weak()
             if storage is None:
@@ -133,6 +143,7 @@ class Snapshot:
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._contents.restore()
+        self._attributes.restore()
         for memory in self.memories:
             memory.restore()
         for module, training in self._modes:
