@@ -11,7 +11,10 @@ import recollect
 from tests.naming import name_of
 from tests.trying import try_all
 
-X = torch.linspace(-1, 1, 128).reshape(8, 16)
+
+def batch_for(model: nn.Module) -> Tensor:
+    device = next(model.parameters()).device
+    return torch.linspace(-1, 1, 128).reshape(8, 16).to(device)
 
 
 class Layer(nn.Module):
@@ -81,7 +84,7 @@ class DropBlock(Layer):
     def change(self, x: Tensor) -> Tensor:
         self.step += 1
         self.share = min(0.5, self.share + 0.05)
-        return x * (torch.rand(x.shape) >= self.share) / (1 + 0.1 * self.step)
+        return x * (torch.rand_like(x) >= self.share) / (1 + 0.1 * self.step)
 
 
 class Codebook(Layer):
@@ -100,9 +103,9 @@ class Codebook(Layer):
                 self.codes.copy_(x[:4])
                 self.is_started = True
             nearest = torch.cdist(x, self.codes).argmin(1)
-            self.counts = 0.9 * self.counts + 0.1 * nearest.bincount(minlength=4)
-            sums = torch.zeros_like(self.codes).index_add_(0, nearest, x)
-            self.codes.mul_(0.9).add_(sums / self.counts[:, None], alpha=0.1)
+            chosen = nn.functional.one_hot(nearest, 4).float()
+            self.counts = 0.9 * self.counts + 0.1 * chosen.sum(0)
+            self.codes.mul_(0.9).add_(chosen.T @ x / self.counts[:, None], alpha=0.1)
         return x + (self.codes[nearest] - x).detach()
 
 
@@ -113,13 +116,15 @@ class Carrying(Layer):
         super().__init__()
         self.last, self.pair = torch.zeros(256), (torch.zeros(256), 0)
         self.mean: float | None = None
+        self.means: list[float] = []
 
     def change(self, x: Tensor) -> Tensor:
         total, count = self.pair
         self.pair = (total + x.detach().sum(0), count + 1)
         self.last = 0.5 * self.last + 0.5 * x.detach().mean(0)
         self.mean = float(x.detach().mean()) if self.mean is None else 0.9 * self.mean
-        return x + self.last + total / (count + 1) + self.mean
+        self.means.append(self.mean)
+        return x + self.last + total / (count + 1) + sum(self.means)
 
 
 class Hooked(Layer):
@@ -143,11 +148,11 @@ LAYERS = (ActNorm, ActNormByText, ActNormByBuffer, DropBlock, Codebook, Carrying
 
 
 def by_profile(model: nn.Module, _: torch.optim.Optimizer) -> None:
-    recollect.profile(model, X)
+    recollect.profile(model, batch_for(model))
 
 
 def by_one_run(model: nn.Module, _: torch.optim.Optimizer) -> None:
-    recollect.profile(model, X, timed=False)
+    recollect.profile(model, batch_for(model), timed=False)
 
 
 def by_profile_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -164,12 +169,12 @@ def by_failure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def by_dry_profile(model: nn.Module, _: torch.optim.Optimizer) -> None:
-    recollect.profile(model, X, dry=True)
+    recollect.profile(model, batch_for(model), dry=True)
 
 
 def by_fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     pytest.importorskip("scipy")
-    recollect.fit(model, X, budget="1GiB", optimizer=optimizer)
+    recollect.fit(model, batch_for(model), budget="1GiB", optimizer=optimizer)
 
 
 def by_fit_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -182,10 +187,10 @@ TRIALS = (by_profile, by_one_run, by_profile_of_a_step, by_failure, by_dry_profi
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[list[Tensor]]:
     """The loss and the gradients of each step."""
-    found = []
+    found, batch = [], batch_for(model)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(X).pow(2).mean()
+        loss = model(batch).pow(2).mean()
         loss.backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         found.append([loss.detach(), *gradients])
@@ -193,22 +198,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return found
 
 
-def make(layer: type[Layer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(layer: type[Layer], device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(layer(), layer(), nn.Linear(16, 16))
+    with torch.device(device):
+        model = nn.Sequential(layer(), layer(), nn.Linear(16, 16))
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("trial", TRIALS, ids=name_of)
 def test_training_after_a_trial_is_training_without(
-    trial: Callable[[nn.Module, torch.optim.Optimizer], None],
+    trial: Callable[[nn.Module, torch.optim.Optimizer], None], device: str
 ) -> None:
     def check(variant: tuple[type[Layer], int]) -> None:
         layer, steps_before = variant
-        plain, optimizer = make(layer)
+        plain, optimizer = make(layer, device)
         train(plain, optimizer, steps_before)
         expected = train(plain, optimizer, 5)
-        model, optimizer = make(layer)
+        model, optimizer = make(layer, device)
         train(model, optimizer, steps_before)
         trial(model, optimizer)
         for one, other in zip(train(model, optimizer, 5), expected, strict=True):

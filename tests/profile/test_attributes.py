@@ -1,5 +1,6 @@
 """What modules keep in attributes: what goes back after a step, and what stays with what the step has set up."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -41,6 +42,25 @@ def test_small_tensors_go_back_unless_the_step_made_the_first() -> None:
     left = find_left(Part(state=state, table=None), {"state": torch.ones(2), "table": torch.ones(2)})
     assert left["state"] is state
     assert left["table"] is not None
+
+
+def test_collections_hold_what_they_held_and_dicts_what_they_have_got() -> None:
+    model = Part(log=[1.0], seen={1}, recent=deque([1], maxlen=2), flags={"is_on": False}, gone=[3])
+    attributes, held = Attributes(), vars(model)
+    log = held["log"]
+    attributes.note(model)
+    for _ in range(2):
+        held["log"].append(2.0)
+        held["seen"].add(2)
+        held["recent"].extend((2, 3))
+        held["flags"].update(is_on=True, table=torch.ones(2))
+        held["gone"] = []
+        attributes.settle(lambda _: False)
+        attributes.restore()
+    assert held["log"] is log
+    assert (held["log"], held["seen"], held["recent"], held["gone"]) == ([1.0], {1}, deque([1]), [3])
+    assert list(held["flags"]) == ["is_on", "table"]
+    assert held["flags"]["is_on"] is False
 
 
 def test_attributes_that_were_not_there_stay() -> None:

@@ -2,19 +2,21 @@
 
 What a first forward sets up stays: hooks and parts, and with them the flags of that module and of those above it, by
 one of which it knows. But a module that has written into its own parameters or buffers, as one does that initialises
-itself from its first batch, gets those back, and so its flags: it initialises itself again. Attributes that were not
-there before stay, as do lists, dicts and other objects. Modules of torch's own count what nobody can put back.
+itself from its first batch, gets those back, and so its flags: it initialises itself again. Attributes and entries of
+dicts that were not there before stay, as do other objects. Modules of torch's own count what nobody can put back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from operator import is_
 from typing import Any, Final
 from weakref import ref
 
 from torch import Tensor, nn
 
+from recollect._profile.contents import CONTAINERS, refill, refill_grown
 from recollect._profile.storages import storages_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, Enum)
@@ -67,9 +69,8 @@ class Attributes:
     def restore(self) -> None:
         """Put back what is no longer so."""
         for own in self._known.values():
-            now = vars(own.part)
             for name in own.list_changed():
-                now[name] = own.values[name]
+                own.put_back(name)
 
 
 class _Own:
@@ -80,24 +81,27 @@ class _Own:
         values: what can be put back.
     """
 
-    __slots__ = ("_large", "_set_up", "part", "values")
+    __slots__ = ("_contents", "_large", "_set_up", "part", "values")
 
     def __init__(self, part: nn.Module, *, is_looked_into: bool) -> None:
         self.part = part
         self.values: dict[str, Any] = {}
+        self._contents: dict[str, Any] = {}
         self._large: list[tuple[str, list[ref[Tensor]]]] = []
         self._set_up = _read_set_up(part)
         for name, value in vars(part).items() if is_looked_into else ():
             if name in _OF_TORCH:
                 continue
-            parts = value if type(value) is tuple else (value,)
-            if not all(isinstance(one, _KEPT) for one in parts):
+            members = _members_of(value)
+            if members is None or not all(isinstance(one, _KEPT) for one in members):
                 continue
-            tensors = [one for one in parts if isinstance(one, Tensor)]
-            if all(map(_is_light, tensors)):
-                self.values[name] = value
-            else:  # held, it would count in the step that lets go of it
+            tensors = [one for one in members if isinstance(one, Tensor)]
+            if not all(map(_is_light, tensors)):  # held, they would count in the step that lets go of them
                 self._large.append((name, [ref(tensor) for tensor in tensors]))
+                continue
+            self.values[name] = value
+            if isinstance(value, CONTAINERS):
+                self._contents[name] = value.copy()
 
     @property
     def was_set_up(self) -> bool:
@@ -109,9 +113,7 @@ class _Own:
         """Whether it has other tensors now than some that were not held; numbers beside them may tell of them."""
         now = vars(self.part)
         for name, before in self._large:
-            value = now.get(name)
-            parts = value if type(value) is tuple else (value,)
-            tensors = [one for one in parts if isinstance(one, Tensor)]
+            tensors = [one for one in _members_of(now.get(name)) or () if isinstance(one, Tensor)]
             if len(tensors) != len(before) or any(
                 one() is not tensor for one, tensor in zip(before, tensors, strict=True)
             ):
@@ -124,7 +126,12 @@ class _Own:
         return [
             name
             for name, before in self.values.items()
-            if name in now and now[name] is not before and _is_exchange(before, now[name])
+            if name in now
+            and (
+                _is_exchange(before, now[name])
+                if now[name] is not before
+                else name in self._contents and not _has_all_of(before, self._contents[name])
+            )
         ]
 
     def leave(self, names: Iterable[str]) -> None:
@@ -132,10 +139,34 @@ class _Own:
         for name in names:
             del self.values[name]
 
+    def put_back(self, name: str) -> None:
+        """Let one be what it was, and hold what it held."""
+        before = vars(self.part)[name] = self.values[name]
+        if isinstance(before, dict):
+            refill_grown(before, self._contents[name])
+        elif isinstance(before, CONTAINERS):
+            refill(before, self._contents[name])
+
+
+def _members_of(value: Any) -> tuple[Any, ...] | None:
+    """What a value is or holds; None where that is nobody's business."""
+    if isinstance(value, _KEPT):
+        return (value,)
+    if type(value) is dict:
+        return tuple(value.values())
+    return tuple(value) if type(value) in (tuple, *CONTAINERS) else None
+
+
+def _has_all_of(now: Any, before: Any) -> bool:
+    """Whether a collection holds what it held: a list, in this order and nothing else; a dict may have got more."""
+    if isinstance(now, dict):
+        return all(key in now and now[key] is value for key, value in before.items())
+    return len(now) == len(before) and all(map(is_, now, before))
+
 
 def _is_exchange(before: Any, now: Any) -> bool:
     """Whether this changed something, and did not make it: a table that is built when it is first asked for stays."""
-    return isinstance(now, _PLAIN) if before is None else isinstance(now, (tuple, *_KEPT))
+    return isinstance(now, _PLAIN) if before is None else isinstance(now, (tuple, *CONTAINERS, *_KEPT))
 
 
 def _is_number(value: Any) -> bool:

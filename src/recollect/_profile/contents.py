@@ -40,16 +40,22 @@ class Contents:
     def restore(self) -> None:
         """Put back what is no longer so."""
         for container, before in self._noted.values():
-            _refill(container, before)
+            refill(container, before)
         for container, before in self._grown.values():
             if isinstance(container, set):
                 container.update(before)
             else:
-                added = {key: value for key, value in container.items() if key not in before}
-                _refill(container, {**before, **added})
+                refill_grown(container, before)
 
 
-def _refill(container: Any, before: Any) -> None:
+def refill_grown(container: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Give a dict what it has lost or exchanged; what was added stays."""
+    added = {key: value for key, value in container.items() if key not in before}
+    refill(container, {**before, **added})
+
+
+def refill(container: Any, before: Any) -> None:
+    """Let a container hold what it held, and nothing else."""
     if isinstance(container, list):
         container[:] = before
     elif isinstance(container, dict):
