@@ -684,3 +684,56 @@ def test_a_schedule_that_forward_moves_is_moved_once(policy: Any) -> None:
             backward(torch.stack([call(torch.randn(2, 4)).square().sum() for _ in range(2)]).sum())
         results.append([*gradients(layer), torch.tensor([layer.temperature, layer._step, layer.is_hot])])
     assert all(map(torch.equal, *results))
+
+
+class SetUp(nn.Linear):
+    """Sets something up in its first forward, and knows by a flag that it has."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4)
+        self.inner, self.way, self.is_done, self.calls = nn.Linear(4, 4), way, False, 0
+
+    def set_up(self) -> None:
+        if self.way == "hook":
+            self.register_forward_hook(lambda module, args, output: output * 1.5)
+        elif self.way == "hook of a part":
+            self.inner.register_forward_hook(lambda module, args, output: output * 1.5)
+        elif self.way == "part":
+            self.part = nn.Linear(4, 4)
+        elif self.way == "parameter":
+            self.extra = nn.Parameter(torch.rand(4))
+        else:
+            self.register_buffer("table", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_done:
+            self.set_up()
+            self.is_done = True
+        self.calls += 1
+        x = super().forward(self.inner(x).sin()) * self.calls
+        for own in (getattr(self, name) for name in ("extra", "table") if hasattr(self, name)):
+            x = x * own
+        return (self.part(x) if hasattr(self, "part") else x).cos()
+
+
+@pytest.mark.parametrize("way", ["hook", "hook of a part", "part", "parameter", "buffer"])
+@pytest.mark.parametrize("policy", [None, "selective"])
+def test_what_a_first_forward_sets_up_is_not_set_up_again(way: str, policy: Any) -> None:
+    found = []
+    for applies in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(SetUp(way), SetUp(way))
+        if applies:
+            recollect.apply(model, {"*": policy or "full"})
+        steps = []
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            steps.append(gradients(model))
+        hooks = sum(len(module._forward_hooks) for module in model.modules())
+        found.append((steps, hooks, [block.calls for block in model]))
+    (plain, *others), (ours, *same) = found
+    assert others == same
+    assert all(
+        len(one) == len(other) and all(map(torch.equal, one, other)) for one, other in zip(ours, plain, strict=True)
+    )

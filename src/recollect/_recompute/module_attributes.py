@@ -38,6 +38,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
+def is_flag(value: Any) -> bool:
+    """Whether an attribute of this value is a flag, a text or None, which may say what has been done."""
+    return isinstance(value, bool | str | None)
+
+
 def _name_settings(module: nn.Module) -> tuple[str, ...]:
     """The attributes that forward may read and its caller may set."""
     table = vars(module)

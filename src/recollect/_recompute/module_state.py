@@ -39,7 +39,7 @@ from recollect._recompute.changes import (
     versions_of,
 )
 from recollect._recompute.memory import Memory
-from recollect._recompute.module_attributes import TRAINING, is_plain
+from recollect._recompute.module_attributes import TRAINING, Table, is_flag, is_plain
 from recollect._recompute.module_tree import ModuleTree, find_watched
 from recollect._recompute.updates import (
     States,
@@ -257,16 +257,36 @@ class ModuleState:
             or any(value is not _MISSING for _, _, value in self._state)
             or not self._tree.has_same_parts()
         )
+        done = self._find_done() if restores else set()
+
+        def goes_back(table: Table, value: Any) -> bool:
+            return restores and is_plain(value) and not (is_flag(value) and numbers[id(table)] in done)
+
         if restores:
-            self._new += self._tree.attributes.find_made(self._roots)
+            made = self._tree.attributes.find_made(self._roots)
+            self._new += [place for place in made if goes_back(place[0], place[0][place[1]])]
         changed = [
             (table, name)
             for table, name, value in self._changed_settings()
-            if name != TRAINING and not (restores and is_plain(value))
+            if name != TRAINING and not goes_back(table, value)
         ]
         self._own_settings = {(numbers[id(table)], name) for table, name in changed}
         # What it has replaced, such as its last result, lives no longer than without us.
         self._settings = self._tree.attributes.without(self._settings, self._own_settings)
+
+    def _find_done(self) -> set[int]:
+        """The numbers of modules whose flags may say what forward has set up and nobody undoes: hooks and parts.
+
+        Not of those that wrote state of their own, which goes back, and is then set up again.
+        """
+        written = self._written
+        writers = {id(module) for module, _, value in self._state if value is not _MISSING}
+        if written is not None:
+            writers |= {
+                id(module) for module, _, _, one in self._pairs(0) if one is not None and not written.others([one])
+            }
+        modules = self._tree.modules(self._roots)
+        return {number for number in self._tree.find_set_up(self._roots) if id(modules[number]) not in writers}
 
     def _learn_late(self) -> None:
         """Something was updated that had been left alone so far. Its value at entry is lost, but only this once."""

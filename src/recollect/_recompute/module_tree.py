@@ -14,6 +14,7 @@ from recollect._recompute.module_attributes import ModuleAttributes, Table
 from recollect._recompute.writes import Place
 
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
@@ -115,6 +116,23 @@ class ModuleTree:
     def has_same_parts(self) -> bool:
         """Whether the tables that held something hold the same; others may hold something by now."""
         return _same_objects(_values(self._filled), self._parts)
+
+    def find_set_up(self, roots: list[nn.Module]) -> set[int]:
+        """The numbers of modules with hooks, or with more parts, parameters or buffers than before, or above such."""
+        modules = self.modules(roots)
+        counts = zip(self.parameter_counts, self.buffer_counts, self.child_counts, strict=True)
+        now = zip(*self.tables(roots), strict=True)
+        own = {
+            id(module)
+            for module, tables, before in zip(modules, now, counts, strict=True)
+            if any(len(table) > count for table, count in zip(tables, before, strict=True))
+            or any(map(vars(module).get, _HOOKS))
+        }
+        return {
+            number
+            for number, module in enumerate(modules)
+            if own and any(id(part) in own for part in (module, *module.modules()))
+        }
 
     def modules(self, roots: list[nn.Module]) -> list[nn.Module]:
         """All of them."""
