@@ -14,7 +14,7 @@ from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import find_chains
 from recollect._plan.solvers.bound import Bound, find_least_bytes
-from recollect._plan.solvers.keep_sets import IntegerProgram
+from recollect._plan.solvers.program import IntegerProgram
 from recollect._plan.treatments import PlannedWay, Treatment
 from tests.plan.blocks import make_step, stacks
 

@@ -1,6 +1,8 @@
 """The solver answers whatever the units of a problem are, and prints nothing."""
 
 import random
+import warnings
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,28 @@ def test_a_problem_with_bytes_of_all_sizes_has_an_answer_and_nothing_is_printed(
 ) -> None:
     assert solve(seed) is not None  # to make all again is always possible
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore:Unrecognized options detected")
+def test_a_program_starts_no_threads_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS took half the processors for each thread that called it, and spent more on that than on the program."""
+    from scipy import optimize
+
+    milp, given = optimize.milp, list[int]()
+
+    def note(*args: Any, options: dict[str, Any], **others: Any) -> Any:
+        given.append(options["threads"])
+        return milp(*args, options=options, **others)
+
+    monkeypatch.setattr(optimize, "milp", note)
+    assert solve(0) is not None
+    assert given == [1]
+
+
+def test_a_program_warns_of_nothing_and_changes_the_filters_of_warnings_once() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert solve(0) is not None
+        before = list(warnings.filters)
+        assert solve(1) is not None
+        assert list(warnings.filters) == before

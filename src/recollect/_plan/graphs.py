@@ -24,7 +24,7 @@ from recollect._plan.fusing import fuse, is_pointwise, is_reducing, is_view
 from recollect._plan.problem import Problem, Run
 from recollect._plan.sent_values import Carrier, Sending, Sent
 from recollect._plan.simulate import Simulation, Simulator
-from recollect._plan.solvers.keep_sets import IntegerProgram
+from recollect._plan.solvers.program import IntegerProgram
 from recollect._plan.waists import find_valleys
 
 _log = logging.getLogger("recollect")

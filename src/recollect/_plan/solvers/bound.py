@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from recollect._core.calls import Category
 from recollect._plan.problem import Problem, Run
-from recollect._plan.solvers.keep_sets import IntegerProgram
+from recollect._plan.solvers.program import IntegerProgram
 
 _LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
 

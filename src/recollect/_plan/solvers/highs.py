@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 INSTALL = (
     'a plan needs scipy, whose HiGHS solver makes it, but scipy cannot be imported. Run: pip install "recollect[plan]"'
 )
+# HiGHS starts threads for half the processors, for each thread that calls it, and they spin: a program of milliseconds
+# took several times as long. scipy hands an option that it does not know on, and warns.
+_ALONE = {"threads": 1}
+_NOTE = r"Unrecognized options detected: \{'threads'\}"
 
 
 def import_scipy() -> Any:
@@ -95,11 +102,25 @@ class Model:
             upper[row] = most / self._scales[row]
         costs = [cost + (more_costs or {}).get(column, 0.0) for column, cost in enumerate(self._costs)]
         scale = max(*costs, 1e-30)
-        found = optimize.milp(
-            [cost / scale for cost in costs],
-            integrality=1 if is_whole else 0,
-            bounds=optimize.Bounds(0.0, self._most),
-            constraints=optimize.LinearConstraint(self._matrix, self._lower, upper),
-            options={"time_limit": seconds, "mip_rel_gap": 1e-3},
-        )
+
+        def call() -> Any:
+            return optimize.milp(
+                [cost / scale for cost in costs],
+                integrality=1 if is_whole else 0,
+                bounds=optimize.Bounds(0.0, self._most),
+                constraints=optimize.LinearConstraint(self._matrix, self._lower, upper),
+                options={"time_limit": seconds, "mip_rel_gap": 1e-3, **_ALONE},
+            )
+
+        _ignore_note()
+        # A thread that has called HiGHS with more threads, for whoever, cannot have fewer: a new one can.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            found = thread.submit(call).result()
         return None if found.x is None else list(found.x)
+
+
+def _ignore_note() -> None:
+    """Ignore what scipy warns of here. Not by a context, which would undo what other threads have set meanwhile."""
+    known = ("ignore", re.compile(_NOTE, re.IGNORECASE), RuntimeWarning, re.compile(re.escape(__name__)), 0)
+    if known not in warnings.filters:
+        warnings.filterwarnings("ignore", _NOTE, RuntimeWarning, re.escape(__name__))

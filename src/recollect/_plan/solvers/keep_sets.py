@@ -1,64 +1,29 @@
-"""What to keep of one run, for each number of bytes: the least recomputation, found by HiGHS.
+"""What to keep of one run, for each number of bytes: options that replay, or that run again and are served.
 
-The model is that of Checkmate (Jain et al., MLSys 2020) with a single stage: which results are kept, which calls run
-again, each of whose inputs must be kept or made again. Without the limit on bytes it is a minimum cut, so the linear
-relaxation is nearly integral and branching is short. It does not see the order in which memory comes and goes in
-backward: `rehearse` judges that. Where a run has very few values, all choices are tried instead.
+The quickest for so many bytes are found by an integer program. Where a run has very few values, all choices are tried
+instead.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from recollect._plan.groups import find_groups
 from recollect._plan.options import Option, place_of
 from recollect._plan.problem import Problem, Run
-from recollect._plan.solvers.highs import Model
+from recollect._plan.solvers.program import Corner, IntegerProgram
 from recollect._plan.treatments import PlannedWay
 from recollect._plan.waists import find_waists
-from recollect._plan.ways import (
-    can_be_kept,
-    cuts_by_choice,
-    find_copied,
-    find_copying,
-    find_forced,
-    find_held_for,
-    find_weight_casts,
-    line_of,
-)
+from recollect._plan.ways import can_be_kept, cuts_by_choice, find_forced, find_held_for, find_weight_casts, line_of
 
 _SLICES = 12
 _CALLS_IN_FULL = 150  # of a run of more, corners do: the others take a second each, and its parts are looked at too
 _NEAR = 0.2  # of a slice
 _LEAST_GAIN = 2e-4  # of the plain step
-_LONGEST_S = 1.0
-_HALF, _LEAST = 0.5, 1e-6
-_MOST_CORNERS = 24
 _FEW, _FEWER = 6, 4
-_LIMIT_ROW = 0
 _MOST_WAISTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A storage that could be kept: what that costs, and whether it can be."""
-
-    storage: int
-    bytes: int
-    can_be_kept: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Corner:
-    """The best choice at some price of a byte: what it keeps, how many bytes, and the seconds of what runs again."""
-
-    kept: frozenset[int]
-    bytes: int
-    seconds: float
 
 
 def find_keep_sets(problem: Problem, run: Run) -> Iterator[Option]:
@@ -140,10 +105,10 @@ def _try_slices(problem: Problem, program: IntegerProgram) -> Iterator[frozenset
             yield kept
 
 
-def _find_gain(corners: Sequence[_Corner], most_bytes: int) -> float:
+def _find_gain(corners: Sequence[Corner], most_bytes: int) -> float:
     """How much quicker than the corners within so many bytes a choice can be at most: none lies below their hull.
 
-    >>> corners = [_Corner(frozenset(), 0, 8.0), _Corner(frozenset(), 8, 0.0)]
+    >>> corners = [Corner(frozenset(), 0, 8.0), Corner(frozenset(), 8, 0.0)]
     >>> _find_gain(corners, 4), _find_gain(corners, 8)
     (4.0, 0.0)
     """
@@ -184,204 +149,3 @@ def find_served_sets(problem: Problem, run: Run) -> Iterator[Option]:
         kept.update(numbers)
         if place <= _SLICES // 2 or place % step == 0:
             yield keep_calls(problem, run, kept)
-
-
-class IntegerProgram:
-    """The choice for one run as an integer program: each variable is 0 or 1.
-
-    With `needs`, for a bound and for compiled graphs: only these are asked for, and what eager code cannot do is
-    allowed. What is `there` is kept in any case and counts for nothing.
-
-    Attributes:
-        plain_bytes: what the run holds for backward if nothing is forgotten.
-        keepable: the storages made in the run that can be kept, each by itself.
-        has_groups: whether some of its calls are kept together or not at all.
-    """
-
-    def __init__(
-        self, problem: Problem, run: Run, *, needs: frozenset[int] | None = None, there: frozenset[int] = frozenset()
-    ) -> None:
-        self._problem, self._run, self._is_bound = problem, run, needs is not None
-        self._needs = run.needs if needs is None else needs
-        forced = find_forced(problem, run) if needs is None else ()
-        self._there = there.union(storage for number in forced for storage in problem.makes[number])
-        self._copied = {} if self._is_bound else find_copied(problem, run)
-        self._casts = frozenset[int]() if self._is_bound else find_weight_casts(problem, run)
-        self._calls = self._find_calls()
-        self._values = self._find_values()
-        self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
-        self._kept = {storage: at for at, storage in enumerate(self._values, len(self._calls))}
-        for storage, copies in self._copied.items():
-            if storage in self._kept:
-                self._kept.update(dict.fromkeys(copies, self._kept[storage]))  # what is kept of it are these
-        self.plain_bytes = sum(problem.sizes[storage] for storage in self._needs if problem.is_evictable(storage, run))
-        self.keepable = [
-            storage
-            for storage, value in self._values.items()
-            if storage in run.makes and value.can_be_kept and storage not in self._casts
-        ]
-
-        self.has_groups = any(len(group) > 1 for group in self._find_groups())
-
-    @property
-    def unused(self) -> list[int]:
-        """The last call that can be kept and does not lie on the way to anything that backward asks for."""
-        calls = (number for number in reversed(range(self._run.first, self._run.stop)) if number not in self._again)
-        return [number for number in calls if can_be_kept(self._problem, self._run, number)][:1]
-
-    @functools.cached_property
-    def _model(self) -> Model:
-        return self._build()
-
-    def _find_calls(self) -> list[int]:
-        """The calls that lie on the way to something that backward asks for."""
-        missing, found = [at for at in self._needs if at not in self._there], set[int]()
-        while missing:
-            for call in self._run.makes[missing.pop()]:
-                if call not in found:
-                    found.add(call)
-                    read = self._problem.reads[call]
-                    missing += [at for at in read if at in self._run.makes and at not in self._there]
-        return sorted(found)
-
-    def _find_values(self) -> dict[int, _Value]:
-        """What these calls make, and what they read from outside that nobody else would hold."""
-        problem, run = self._problem, self._run
-        found = {}
-        for call in self._calls:
-            for storage in problem.makes[call]:
-                held_anyway = not problem.is_evictable(storage, run)
-                size = 0 if held_anyway and storage in self._needs else problem.sizes[storage]
-                if storage in self._copied:
-                    size = sum(problem.sizes[copy] for copy in self._copied[storage])
-                is_free = self._is_bound or storage in self._casts
-                found[storage] = _Value(storage, size, is_free or can_be_kept(problem, run, run.makes[storage][-1]))
-            for storage in problem.reads[call]:
-                end = problem.spans[storage][1]
-                if storage not in run.makes and end is not None and end <= (run.start or 0):
-                    found[storage] = _Value(storage, problem.sizes[storage], True)  # noqa: FBT003
-        for storage, copies in self._copied.items():
-            if storage in found:
-                for copy in copies:
-                    found.pop(copy, None)
-        return found
-
-    def _build(self) -> Model:
-        model = Model()
-        for call in self._calls:
-            model.add(self._problem.prices.again_s(call))
-        for value in self._values.values():
-            model.add(0.0, most=1.0 if value.can_be_kept else 0.0)
-        limit = model.require(
-            {self._kept[storage]: float(value.bytes) for storage, value in self._values.items() if value.bytes}
-        )
-        assert limit == _LIMIT_ROW
-        for row, least in self._list_needs():
-            model.require(row, at_least=least)
-        for copy in (copy for copies in self._copied.values() for copy in copies if copy in self._kept):
-            # What was kept of a value are its copies: calls that would copy it again are not made again.
-            for reader in find_copying(self._problem, self._run, [copy]):
-                if reader in self._again:
-                    model.require({self._kept[copy]: 1.0, self._again[reader]: 1.0}, at_most=1.0)
-        for first, other in itertools.pairwise(self._casts):
-            model.require({self._kept[first]: 1.0, self._kept[other]: -1.0}, at_least=0.0, at_most=0.0)
-        for group in self._find_groups() if not self._is_bound else ():
-            for first, other in itertools.pairwise(group):
-                model.require({self._again[first]: 1.0, self._again[other]: -1.0}, at_least=0.0, at_most=0.0)
-        return model
-
-    def _list_needs(self) -> Iterator[tuple[dict[int, float], float]]:
-        """What is asked for, by backward or by a call that runs again, is kept or made again."""
-        problem, run = self._problem, self._run
-        read_by: defaultdict[int, list[int]] = defaultdict(list)
-        for call in self._calls:
-            for storage in problem.reads[call]:
-                read_by[storage].append(call)
-        for storage in self._kept:
-            makers = tuple(call for call in run.makes.get(storage, ()) if call in self._again)
-            readers = [call for call in read_by[storage] if call not in makers]
-            for maker in makers or (None,):
-                made = {} if maker is None else {self._again[maker]: 1.0}
-                if storage in self._needs:
-                    yield {self._kept[storage]: 1.0, **made}, 1.0
-                for reader in readers:
-                    yield {self._kept[storage]: 1.0, **made, self._again[reader]: -1.0}, 0.0
-
-    def _find_groups(self) -> Iterator[list[int]]:
-        """Calls that run again together or not at all."""
-        for group in find_groups(self._problem, self._run):
-            yield [call for call in group if call in self._again]
-
-    def solve(self, most_bytes: int) -> frozenset[int] | None:
-        """The storages to keep within so many bytes; None if there is no answer in time."""
-        values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=_LONGEST_S)
-        if values is None:
-            return None
-        return self._read_kept(values)
-
-    def count_calls(self) -> int:
-        """How many calls there are to decide about."""
-        return len(self._calls)
-
-    def find_corners(self, most: int = _MOST_CORNERS) -> Iterator[_Corner]:
-        """The choices that are best for some price of a byte. Mixed among many blocks, no others are needed."""
-        ends = [self._price(0.0), self._price(float("inf"))]
-        stack = [(ends[0], ends[1])]
-        yield from (end for end in ends if end is not None)
-        for _ in range(most):
-            if not stack:
-                return
-            left, right = stack.pop(0)
-            if left is None or right is None or left.bytes <= right.bytes or left.seconds >= right.seconds:
-                continue
-            slope = (right.seconds - left.seconds) / (left.bytes - right.bytes)
-            middle = self._price(slope)
-            if middle is None or not right.bytes < middle.bytes < left.bytes:
-                continue
-            line = left.seconds + (left.bytes - middle.bytes) * slope
-            if middle.seconds < line * (1 - 1e-6):
-                yield middle
-                stack += [(left, middle), (middle, right)]
-
-    def keep_at(self, seconds_per_byte: float) -> frozenset[int]:
-        """The storages to keep if bytes have a price; all that are asked for if there is no answer in time."""
-        found = self._price(seconds_per_byte)
-        return self._needs if found is None else found.kept
-
-    def _price(self, seconds_per_byte: float) -> _Corner | None:
-        """The best choice if bytes have a price; None if there is no answer in time."""
-        price = min(seconds_per_byte, 1.0)  # a second for a byte: nothing is worth that
-        prices = {self._kept[at]: value.bytes * price for at, value in self._values.items() if value.bytes}
-        # Without a limit this is a minimum cut or nearly so: the quick program has whole numbers for an answer.
-        values = self._model.solve(more_costs=prices, seconds=_LONGEST_S, is_whole=False)
-        if values is None or any(_LEAST < value < 1 - _LEAST for value in values):
-            values = self._model.solve(more_costs=prices, seconds=_LONGEST_S)
-        if values is None:
-            return None
-        kept = self._read_kept(values)
-        seconds = sum(self._problem.prices.again_s(call) for call, at in self._again.items() if values[at] > _HALF)
-        return _Corner(kept, self.count_bytes(kept), seconds)
-
-    def count_bytes(self, kept: frozenset[int]) -> int:
-        """What a choice holds."""
-        return sum(self._values[storage].bytes for storage in kept)
-
-    def _read_kept(self, values: list[float]) -> frozenset[int]:
-        return frozenset(
-            storage
-            for storage in self._values
-            if values[self._kept[storage]] > _HALF
-            and storage in self._run.makes
-            and not self._is_again(values, storage)
-        )
-
-    def _is_again(self, values: list[float], storage: int) -> bool:
-        """Whether a storage is made again anyway: where bytes are left over, it costs nothing to keep it as well."""
-        return all(values[self._again[maker]] > _HALF for maker in self._run.makes[storage])
-
-    def least_s(self, most_bytes: int) -> float | None:
-        """The seconds that any choice within so many bytes takes at least; None if there is no answer in time."""
-        values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=30.0, is_whole=False)
-        if values is None:
-            return None
-        return sum(self._problem.prices.again_s(call) * values[at] for call, at in self._again.items())
