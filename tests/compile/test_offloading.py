@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import recollect
 from recollect import Decision, compat
-from recollect._compile import offloading, partition, speeds
+from recollect._compile import choosers, offloading, partition, speeds
 from recollect._compile.nodes import has_kernel
 from recollect._compile.offloading import MARK
 from recollect._compile.transfers import ARRIVE, FETCH, RELEASE, SEND, is_transfer
@@ -48,8 +48,9 @@ def compiled(net: nn.Module, graphs: list[fx.GraphModule]) -> Any:
 def leaves(monkeypatch: pytest.MonkeyPatch) -> Carrier:
     """As if values of the CPU could leave, over a link that has time for all of them."""
     carrier = Carrier(bytes_per_s=1e15, seconds_of=speeds.carrier_of(torch.device("cpu")).seconds_of)
-    for module in (offloading, partition):
+    for module in (offloading, choosers):
         monkeypatch.setattr(module, "can_leave", lambda device: True)
+    for module in (offloading, choosers, partition):
         monkeypatch.setattr(module, "carrier_of", lambda device: carrier)
     return carrier
 

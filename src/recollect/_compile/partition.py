@@ -24,30 +24,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from recollect._compile.choosers import Chooser, by_budget, by_plan, by_planner, by_policy
 from recollect._compile.deferring import defer_readers
 from recollect._compile.inductor import arrange_backward, find_copied_inputs, turns_images
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
-from recollect._compile.offloading import MARK, can_leave, mark_offloaded
+from recollect._compile.offloading import MARK, mark_offloaded
 from recollect._compile.ordering import keep_order, keep_transfers_in_place
 from recollect._compile.speeds import carrier_of
 from recollect._compile.transfers import is_transfer, sent_node
 from recollect._compile.workspaces import workspaces_of
 from recollect._core.argument_text import short_repr
-from recollect._core.calls import Lifetime, OpCall
-from recollect._core.decisions import Decision, Site
+from recollect._core.calls import Lifetime
+from recollect._core.decisions import Decision
 from recollect._core.plans import Choice, Plan
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.partitioner import DECISION, CheckpointPolicy
-from recollect._plan.budget import Budget, parse_budget
+from recollect._plan.budget import parse_budget
 from recollect._plan.fusing import fuse
-from recollect._plan.graphs import plan_within
 from recollect._plan.sent_values import Sending
 from recollect._plan.simulate import Simulation, simulate
 from recollect._plan.solvers.highs import import_scipy
 from recollect._plan.tiers import read_tiers
-from recollect._policy.base import Policy, PolicyLike, as_policy
-from recollect._policy.judging import judge
+from recollect._policy.base import PolicyLike, as_policy
 
 _log = logging.getLogger("recollect")
 
@@ -142,10 +141,6 @@ class Partitioner:
         return (_refuse_loading, (self._key,))
 
 
-Chooser = Callable[[OpCall, Site, Decision | None], Decision | None]
-"""From a value, and what the tag of a region says of it, to a decision; None leaves it to the tag, or to torch."""
-
-
 def partitioner(
     plan: Plan | PolicyLike | None = None,
     *,
@@ -208,16 +203,16 @@ def partitioner(
         _check_tiers(tiers, budget)
     if budget is not None:
         import_scipy()
-        choose = _by_budget(parse_budget(budget), sends=tiers is not None)
+        choose = by_budget(parse_budget(budget), sends=tiers is not None)
         key = hashlib.sha256(f"budget {budget} {tiers}".encode()).hexdigest()[:32]
     elif planner is not None:
-        choose = _by_planner(planner)
+        choose = by_planner(planner)
     elif isinstance(plan, Plan):
-        choose, key = _by_plan(plan), plan.digest
+        choose, key = by_plan(plan), plan.digest
     else:
         assert plan is not None
         policy = as_policy(plan)
-        choose, key = _by_policy(policy), hashlib.sha256(key_of(policy).encode()).hexdigest()[:32]
+        choose, key = by_policy(policy), hashlib.sha256(key_of(policy).encode()).hexdigest()[:32]
     own = f"recollect-{_source_digest()}-"
     made = Partitioner(choose, own + (uuid.uuid4().hex if key is None or report is not None else key), report)
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -233,48 +228,6 @@ def _check_tiers(tiers: str, budget: int | str | None) -> None:
     if budget is None:
         message = "tiers='host' has no effect without a budget: a plan or a policy says itself what is offloaded"
         raise ValueError(message)
-
-
-def _by_plan(plan: Plan) -> Callable[[Profile, torch.device], Chooser]:
-    def look(profile: Profile, _: torch.device) -> Chooser:
-        if _log.isEnabledFor(logging.DEBUG):
-            sites = [profile.calls[one.call].site(one.output) for one in profile.made()]
-            _log.debug("choices that match nothing in this graph: %s", plan.unmatched(sites))
-        return lambda call, site, tagged: plan.decide(site)
-
-    return look
-
-
-def _by_planner(planner: Callable[[Profile], Plan]) -> Callable[[Profile, torch.device], Chooser]:
-    return lambda profile, device: _by_plan(planner(profile))(profile, device)
-
-
-def _by_budget(budget: Budget, *, sends: bool) -> Callable[[Profile, torch.device], Chooser]:
-    def look(profile: Profile, device: torch.device) -> Chooser:
-        carrier = carrier_of(device) if sends and can_leave(device) else None
-        return _by_plan(plan_within(budget, carrier)(profile))(profile, device)
-
-    return look
-
-
-def _by_policy(policy: Policy) -> Callable[[Profile, torch.device], Chooser]:
-    def choose(call: OpCall, site: Site, tagged: Decision | None) -> Decision | None:
-        if tagged is not None:
-            return None
-        if _keeps_place(policy, call):
-            return Decision.SAVE
-        if policy.judge(site) is None and not (site.is_routing or site.is_collective):
-            return None  # in a region that means to recompute; here nothing bounds how far that would go
-        return judge(policy, site).decision
-
-    return lambda profile, device: choose
-
-
-def _keeps_place(policy: Policy, call: OpCall) -> bool:
-    """Whether the call lies in a module, or under a name, that is kept whole."""
-    parts = call.module.split(".") if call.module else []
-    paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
-    return any(policy.keeps_module(path, None) for path in paths) or any(map(policy.keeps_name, call.scopes))
 
 
 def _merge_equal_nodes(gm: fx.GraphModule) -> None:
