@@ -36,12 +36,7 @@ _APART, _PRICES = 0.1, 11  # how far apart prices are that are tried in any case
 _TRIES, _FEW_TRIES = 48, 12  # to keep more, of the best and of any
 _STRIDES = (1, 2, 4)  # through the valleys: of a transformer's every second one lies between two blocks
 _OF_MANY = 32  # times as large is what statistics are made of, at least
-_SENT_SHARES = (
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-)  # of what the link carries in forward: how much is kept beyond the budget, and sent
+_SENT_SHARES = (0.25, 0.5, 0.75, 1.0)  # of what the link carries in forward: kept beyond the budget, and sent
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
 
 
