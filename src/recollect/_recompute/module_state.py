@@ -257,19 +257,18 @@ class ModuleState:
             or any(value is not _MISSING for _, _, value in self._state)
             or not self._tree.has_same_parts()
         )
-        done = self._find_done() if restores else set()
+        set_by_forward = [place for place in self._changed_settings() if place[1] != TRAINING]
+        made = self._tree.attributes.find_made(self._roots) if restores else []
+        has_flags = any(is_flag(value) for _, _, value in set_by_forward) or any(
+            is_flag(at[name]) for at, name, _ in made
+        )
+        done = self._find_done() if restores and has_flags else set()
 
         def goes_back(table: Table, value: Any) -> bool:
             return restores and is_plain(value) and not (is_flag(value) and numbers[id(table)] in done)
 
-        if restores:
-            made = self._tree.attributes.find_made(self._roots)
-            self._new += [place for place in made if goes_back(place[0], place[0][place[1]])]
-        changed = [
-            (table, name)
-            for table, name, value in self._changed_settings()
-            if name != TRAINING and not goes_back(table, value)
-        ]
+        self._new += [place for place in made if goes_back(place[0], place[0][place[1]])]
+        changed = [(table, name) for table, name, value in set_by_forward if not goes_back(table, value)]
         self._own_settings = {(numbers[id(table)], name) for table, name in changed}
         # What it has replaced, such as its last result, lives no longer than without us.
         self._settings = self._tree.attributes.without(self._settings, self._own_settings)
