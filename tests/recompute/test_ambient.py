@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import recollect
+from recollect._core.torch_private.precision import matmul_precision
 from tests.watching import backward, what_is_in_force
 
 
@@ -43,8 +44,17 @@ def default_dtype() -> AbstractContextManager[None]:
     return setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
 
 
-def matmul_precision() -> AbstractContextManager[None]:
+def older_matmul_precision() -> AbstractContextManager[None]:
     return setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium")
+
+
+def newer_matmul_precision() -> AbstractContextManager[None]:
+    """After it the older way to ask raises an error, until both say the same."""
+    return setting(
+        matmul_precision,
+        lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value[0]),
+        ("tf32", "none"),
+    )
 
 
 def context_variable() -> AbstractContextManager[None]:
@@ -62,7 +72,8 @@ AMBIENT: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[],
     "default device": (lambda: torch.device("meta"), lambda: torch.empty(0).device.type),
     "sdpa kernel": (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
     "default dtype": (default_dtype, torch.get_default_dtype),
-    "matmul precision": (matmul_precision, torch.get_float32_matmul_precision),
+    "matmul precision": (older_matmul_precision, torch.get_float32_matmul_precision),
+    "newer matmul precision": (newer_matmul_precision, matmul_precision),
     "context variable": (context_variable, task.get),
     "parametrization cache": (
         nn.utils.parametrize.cached,

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from recollect._core.calls import OpCall, Phase, Storage
 from recollect._core.queues import find_joins
+from recollect._core.torch_private.precision import has_tf32_products
 from recollect._inspect.plain import PlainTimes
 from recollect._profile.attribution import Cost, attribute, choose_seconds
 
@@ -36,7 +35,7 @@ def cost_calls(
     """
     from recollect._profile.dry.roofline import estimate_host_s, estimate_s, find_host_costs  # brings much along
 
-    matmul = "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    matmul = "tf32" if has_tf32_products() else "float32"
     joins = set(find_joins(calls, storages))
     costs = []
     for number, call in enumerate(calls):

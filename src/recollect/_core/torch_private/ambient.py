@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from recollect._core.torch_private.composites import run_open
+from recollect._core.torch_private.precision import matmul_precision, set_matmul_precision
 
 _C = torch._C
 
@@ -40,7 +41,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    (matmul_precision, set_matmul_precision),
 )
 _R0, _R1, _R2, _R3, _R4, _R5 = (read for read, _ in _SWITCHES)
 
