@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from recollect._core.calls import Category, OpCall
-from recollect._core.pace import is_bound_by_host
+from recollect._core.pace import TODAYS, is_bound_by_host
 from recollect._core.profiles import Clock
 from recollect._core.queues import reads_values
 from recollect._plan.groups import find_groups, place_of_call
@@ -98,11 +98,11 @@ def _can_replay(problem: Problem, run: Run) -> bool:
     if problem.profile.clock is Clock.HOST or not problem.profile.device:
         return True
     calls = range(run.first, run.stop)
-    return not is_bound_by_host(
-        flops=sum(problem.calls[number].flops for number in calls),
+    device_s = TODAYS.device_s(
+        flops={"bfloat16": sum(problem.calls[number].flops for number in calls)},
         result_bytes=sum(value.bytes for number in calls for value in problem.calls[number].outputs),
-        calls=len({place_of_call(problem, number) for number in calls}),
     )
+    return not is_bound_by_host(device_s=device_s, calls=len({place_of_call(problem, number) for number in calls}))
 
 
 def cuts_by_choice(problem: Problem, run: Run) -> bool:
