@@ -47,6 +47,12 @@ def words(text: str) -> str:
 # What it says.
 
 
+@pytest.mark.parametrize("category", Category)
+def test_every_kind_of_memory_is_listed(category: Category) -> None:
+    step = dataclasses.replace(EMPTY, storages=(Storage(bytes=GIB, lifetime=Lifetime.STEP, category=category),))
+    assert f"{category.value} 1.00 GiB 100%" in words(write(step))
+
+
 def test_the_whole_report_of_a_small_model() -> None:
     step = transformer_step(2, vocabulary=64, tokens=1024, optimizer="")
     assert write(step, gains=find_gains(step)) == REPORT

@@ -26,7 +26,8 @@ class Category(enum.Enum):
     GRADIENT: of parameters, and of what else collects them. ACTIVATION: made in forward, kept for backward. LOSS_HEAD:
     activations and temporaries of what comes after the last repeated block, the loss itself included. OFFLOADED:
     activations that are sent elsewhere, while they are here: before they have left, and after they are back. LIBRARY:
-    what libraries hold all the time. TEMPORARY: all other that calls make.
+    what libraries hold all the time. OTHER: what the process holds on the device all the time, of no part of the step.
+    TEMPORARY: all other that calls make.
     """
 
     PARAMETER = "parameters"
@@ -38,6 +39,7 @@ class Category(enum.Enum):
     LOSS_HEAD = "loss head"
     OFFLOADED = "offloaded"
     LIBRARY = "libraries"
+    OTHER = "other tensors"
     TEMPORARY = "temporaries"
 
 

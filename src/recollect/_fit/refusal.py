@@ -13,6 +13,7 @@ from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import find_lasting_bytes
 
 _MOST_CATEGORIES = 3
+_MUCH = 0.1  # of the smallest peak: other tensors that take less are not to blame
 
 
 def describe_call(problem: Problem, number: int) -> str:
@@ -38,12 +39,17 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
     )
     levers = choose_words("the `levers` of recollect.fit", "the levers of `recollect fit` (--lever)")
     advice = f"Raise the budget, shrink the batch, or try {levers}"
-    lasting = find_lasting_bytes(problem)
-    if asked.bytes is not None and lasting > asked.bytes:
+    lasting, others = find_lasting_bytes(problem), held.get(Category.OTHER, 0)
+    if asked.bytes is not None and lasting - others > asked.bytes:
         advice = (
-            f"Parameters, gradients and optimizer state alone take {format_bytes(lasting)}, and neither a smaller "
-            "batch nor levers can change that. Raise the budget, shard the model, or use an optimizer with less "
-            "state"
+            f"Parameters, gradients and optimizer state alone take {format_bytes(lasting - others)}, and neither a "
+            "smaller batch nor levers can change that. Raise the budget, shard the model, or use an optimizer with "
+            "less state"
+        )
+    elif others > _MUCH * smallest.peak_bytes:
+        advice = (
+            f"{format_bytes(others)} of that are other tensors in this process, such as earlier models or copies of "
+            f"weights: delete those that you no longer need. Or raise the budget, shrink the batch, or try {levers}"
         )
     elif call.phase is Phase.OPTIMIZER:
         advice = (

@@ -20,12 +20,15 @@ from recollect._core.authors import Role
 from recollect._core.profiles import Profile
 from recollect._core.reachable import find_holders, find_reachable, find_roots
 from recollect._core.spelling import options_of, refuse_unknown
+from recollect._core.torch_private.pytree import tree_leaves
 from recollect._inspect.calling import doubt_inputs, find_call, spread
+from recollect._inspect.others import find_other_bytes
 from recollect._inspect.step import Figures, StepProfiler
 from recollect._inspect.surroundings import device_of
 from recollect._policy.base import takes
 from recollect._profile.belongings import Belongings
-from recollect._profile.snapshot import optimizers_in
+from recollect._profile.snapshot import optimizers_in, tensors_of_optimizer
+from recollect._profile.storage_log import StorageLog
 from recollect._selective.knowledge import Learned, learning_apart
 
 __recollect_role__ = Role.RUNNER
@@ -177,6 +180,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     from recollect._profile.dry.step import dry_step  # not at import: fake tensors bring much of torch along
 
     target = find_device(asked.device if device is None else device)
+    other_bytes = 0 if device is not None else asked.find_other_bytes()
     with (
         learning_apart(),
         asked.kept_belongings(),
@@ -193,7 +197,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     ):
         inputs, given = fakes.values
         profiler = make(optimizer=asked.optimizer, inputs=(inputs, given), dry=fakes)
-        return profiler.take(called.bind(profiler, inputs, given))
+        return profiler.take(called.bind(profiler, inputs, given), other_bytes=other_bytes)
 
 
 def measure_step(
@@ -278,6 +282,21 @@ class _Asked:
             yield
         finally:
             self.belongings.put_back()
+
+    def find_other_bytes(self) -> int:
+        """What is on the device before it runs, beside its modules, optimizers and arguments."""
+        log = StorageLog()
+        for module in self.modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                log.include(tensor)
+        for optimizer in self.optimizers:
+            for tensor in tensors_of_optimizer(optimizer):
+                log.include(tensor)
+        for leaf in tree_leaves(self.values):
+            if isinstance(leaf, Tensor):
+                log.include(leaf)
+        gradients = (tensor.grad for module in self.modules for tensor in module.parameters())
+        return find_other_bytes(self.device, log, (gradient for gradient in gradients if gradient is not None))
 
     @property
     def device(self) -> torch.device:

@@ -18,6 +18,7 @@ from recollect._core.torch_private.engine import top_hooks
 from recollect._inspect.costs import cost_calls
 from recollect._inspect.limits import list_limits
 from recollect._inspect.optimizer_steps import OptimizerSteps
+from recollect._inspect.others import as_storage, find_other_bytes
 from recollect._inspect.packed import Packed
 from recollect._inspect.plain import PlainTimes, time_plainly
 from recollect._inspect.roots import (
@@ -112,6 +113,7 @@ class StepProfiler:
         self._allocators: tuple[AllocatorEntry, ...] = ()
         self._spans: list[Span | None] = []
         self._plain: PlainTimes | None = None
+        self._other_bytes = 0
         self._begin()
         self.profile: Profile
 
@@ -149,6 +151,7 @@ class StepProfiler:
         counters: Iterable[object] = (),
         belongings: Belongings | None = None,
         once_more: AbstractContextManager[None] | None = None,
+        other_bytes: int = 0,
     ) -> Profile:
         """Profile a step as it is when it has run some times: regions under policies know their ways by then.
 
@@ -159,7 +162,9 @@ class StepProfiler:
             counters: what else knows how many steps there were: schedulers of learning rates, scalers of losses.
             belongings: what the step keeps in the user's objects.
             once_more: in which a step that could be timed runs once more.
+            other_bytes: what is on the device that a dry step does not use; a real one asks the allocator.
         """
+        self._other_bytes = other_bytes
         self._undo.expect(is_cleared=is_cleared, counters=counters, belongings=belongings)
         with self._opened():
             self._watch(step)
@@ -306,6 +311,13 @@ class StepProfiler:
                 self._undo.snapshot.note_set_up(module)
         self._steps.count_new_states()
         self._steps.step_if_none_did()
+        if self._dry is None:
+            self._other_bytes = self._find_other_bytes()
+
+    def _find_other_bytes(self) -> int:
+        """What the step does not use and is there: asked after it, because a first step makes libraries' workspaces."""
+        fixed_bytes = 0 if self._memory_model is None else self._memory_model.fixed_bytes
+        return find_other_bytes(self._device, self._capture.storages, self._undo.snapshot.gradients(), fixed_bytes)
 
     def _time(self, step: Callable[[], object]) -> PlainTimes | None:
         """Time the step unwatched; a step that cannot be run again is left at what was seen."""
@@ -357,8 +369,9 @@ class StepProfiler:
             is_dry=dry is not None,
         )
         names = [*self._steps.names, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
+        others = (as_storage(self._other_bytes),) if self._other_bytes else ()
         return Profile(
-            storages=parts.storages,
+            storages=(*parts.storages, *others),
             calls=tuple(
                 cost_calls(
                     parts.calls,

@@ -98,6 +98,13 @@ def read_allocator(device: torch.device, meter: AllocationMeter | None) -> tuple
     return (entry,)
 
 
+def read_requested_bytes(device: torch.device) -> int:
+    """What tensors take on a device now, without what its allocator adds; 0 where it does not tell, as on the host."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0))
+
+
 def memory_model_of(device: torch.device) -> Translation | None:
     """What is known of workspaces and rounding on a device; nothing of the host."""
     if device.type != "cuda":

@@ -125,6 +125,12 @@ class Snapshot:
             if leaf is not None:
                 leaf.grad = None
 
+    def gradients(self) -> Iterator[Tensor]:
+        """The gradients that the known leaves had at first."""
+        for known in self._gradients.values():
+            if known.gradient is not None:
+                yield known.gradient
+
     def count_missed(self) -> int:
         """How many parameters and buffers were written into past the operators that were seen: they stay so."""
         return sum(
@@ -157,22 +163,22 @@ class Snapshot:
 class _Gradient:
     """The gradient that a leaf had. One that is not strided has its memory exchanged when it is added to."""
 
-    __slots__ = ("_copy", "_gradient", "leaf")
+    __slots__ = ("_copy", "gradient", "leaf")
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = ref(leaf)
-        self._gradient = leaf.grad
+        self.gradient = leaf.grad
         self._copy: Tensor | None = None
-        if self._gradient is not None and self._gradient.layout is not torch.strided:
-            self._copy = self._gradient.detach().clone()
+        if self.gradient is not None and self.gradient.layout is not torch.strided:
+            self._copy = self.gradient.detach().clone()
 
     def restore(self) -> None:
         leaf = self.leaf()
-        if self._copy is not None and self._gradient is not None:
+        if self._copy is not None and self.gradient is not None:
             with torch.no_grad():
-                self._gradient.copy_(self._copy)
-        if leaf is not None and leaf.grad is not self._gradient:
-            leaf.grad = self._gradient
+                self.gradient.copy_(self._copy)
+        if leaf is not None and leaf.grad is not self.gradient:
+            leaf.grad = self.gradient
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -99,6 +100,13 @@ class StorageLog:
         tracked.number = len(self.entries)
         self.entries.append(StorageLife(nbytes, entry.device, at, is_given=entry.is_given))
         self._resized[tracked.key] = tracked
+
+    def list_live(self, device: torch.device) -> Iterator[torch.UntypedStorage]:
+        """What was met and is still there, if it really has memory on a device: fakes have none."""
+        for tracked in tuple(self._tracked.values()):
+            storage = tracked()
+            if storage is not None and storage.device == device:
+                yield storage
 
     def find_same(self, storage: torch.UntypedStorage) -> int | None:
         """The number of a storage that was met, if it has the size that it had; call `settle` before."""

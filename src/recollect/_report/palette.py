@@ -5,6 +5,7 @@ from __future__ import annotations
 from recollect._core.calls import Category, Phase
 
 STACK = (
+    Category.OTHER,
     Category.LIBRARY,
     Category.PARAMETER,
     Category.OPTIMIZER,
@@ -22,7 +23,19 @@ STACK = (
 COLOURS = dict(
     zip(
         STACK,
-        ("#5c6570", "#262f4c", "#8293d7", "#a1958d", "#8d5b1d", "#296e84", "#d88015", "#75138b", "#3f7d20", "#2d90f7"),
+        (
+            "#bcc2c8",
+            "#5c6570",
+            "#262f4c",
+            "#8293d7",
+            "#a1958d",
+            "#8d5b1d",
+            "#296e84",
+            "#d88015",
+            "#75138b",
+            "#3f7d20",
+            "#2d90f7",
+        ),
         strict=True,
     )
 )

@@ -290,7 +290,9 @@ _COLOURS = {
     Category.INPUT: "white",
     Category.ACTIVATION: "red",
     Category.LOSS_HEAD: "yellow",
+    Category.OFFLOADED: "bright_red",
     Category.LIBRARY: "white",
+    Category.OTHER: "white",
     Category.TEMPORARY: "green",
 }
 

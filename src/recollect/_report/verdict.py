@@ -23,6 +23,13 @@ def judge_peak(peak: PeakRow) -> list[str]:
     if peak.phase is Phase.OPTIMIZER:
         return [_judge_optimizer(peak)]
     found = []
+    others = peak.by_category.get(Category.OTHER, 0)
+    if others > _MUCH * peak.bytes:
+        found.append(
+            f"{format_share(others, peak.bytes)} of the peak, {format_bytes(others)}, are other tensors in this "
+            "process, which the step does not use: earlier models, copies of weights, kept outputs. Delete those that "
+            "you no longer need."
+        )
     state = sum(peak.by_category.get(category, 0) for category in _STATE)
     if 2 * state > peak.bytes:
         share = format_share(state, peak.bytes)
@@ -30,7 +37,7 @@ def judge_peak(peak: PeakRow) -> list[str]:
             f"{share} of the peak stays, whatever is recomputed: {_list_state(peak)}. To reduce it: sharding "
             "(FSDP2), offloading, smaller dtypes, or an optimizer with less state."
         )
-    if peak.bytes - state > _MUCH * peak.bytes:
+    if peak.bytes - state - others > _MUCH * peak.bytes:
         found.append(_judge_parts(peak))
     return found
 

@@ -111,24 +111,27 @@ def judge(
         for what, code, peak, seconds, is_sure in _list_choices(seen)
     ]
     choices.sort(key=_order)
-    if choices and choices[0].is_enough is not False and limit > beside:
+    if choices and choices[0].is_enough is not False:
         given_too = "".join(
             f", {name}={name}" for name, is_there in (("loss", not has_loss), ("optimizer", optimizer)) if is_there
         )
-        choices.insert(0, _fit_into(limit - beside, choices[0], beside, given_too))
+        choices.insert(0, _fit_into(limit, choices[0], given_too))
     return Judgement(
         capacity_bytes=capacity_bytes, plain_bytes=seen.peak_bytes + beside, choices=tuple(choices[:_MOST])
     )
 
 
-def _fit_into(budget_bytes: int, best: Judged, beside: int, given_too: str) -> Judged:
-    """`fit` for what there is: its plan has every other choice among its own, and takes no longer than the best."""
+def _fit_into(budget_bytes: int, best: Judged, given_too: str) -> Judged:
+    """`fit` for what there is: its plan has every other choice among its own, and takes no longer than the best.
+
+    Its budget is for all that the process has on the device, what else is alive there included.
+    """
     unit, size = next(((unit, size) for unit, size in _UNITS if budget_bytes >= 10 * size), _UNITS[-1])
     budget = f"{budget_bytes // size}{unit}"
     return Judged(
         what=f"let a plan choose within {budget}",
         code=f'recollect.fit(model, batch{given_too}, budget="{budget}")',
-        peak_bytes=budget_bytes // size * size + beside,
+        peak_bytes=budget_bytes // size * size,
         recompute_s=best.recompute_s,
         is_enough=best.is_enough,
     )

@@ -15,7 +15,7 @@ from recollect._core.calls import Category
 from recollect._plan.problem import Problem, Run
 from recollect._plan.solvers.program import IntegerProgram
 
-_LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER)
+_LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER, Category.OTHER)
 
 
 class Bound:
@@ -69,7 +69,7 @@ def find_least_bytes(problem: Problem) -> int:
 
 
 def find_lasting_bytes(problem: Problem) -> int:
-    """What no batch is small enough to take less than: parameters, their gradients, and optimizer state."""
+    """What no batch is small enough to take less than: parameters, their gradients, optimizer state, other tensors."""
     storages = problem.profile.storages
     lasting = (at for at, one in enumerate(storages) if one.category in _LASTING and problem.is_lasting(at))
     return sum(problem.sizes[at] for at in lasting) + problem.profile.fixed_bytes
