@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from recollect._bench import ahead
-from recollect._bench.ahead import Entrants, compile_ahead
+from recollect._bench.ahead import Ahead, Entrants
 from recollect._bench.arena import Arena
 from recollect._bench.contenders import COMPILER_SHARES, PLAIN, Contender
 from tests.bench.test_cell import TINY
@@ -44,7 +47,13 @@ def test_contenders_that_differ_only_in_the_compilers_settings_have_code_of_thei
     assert all(one == norms[0] for one in norms)
 
 
-def test_a_process_compiles_those_it_is_asked_for_and_goes_on_after_one_that_fails(
+def test_without_the_plain_steps_peak_only_rivals_are_known() -> None:
+    names = {one.name for one in replace(FIELD, span_bytes=None).list_contenders(FIELD.make_arena())}
+    assert "torch full" in names
+    assert not any(name.startswith("recollect") for name in names)
+
+
+def test_a_process_compiles_the_one_it_is_asked_for_and_is_silent_if_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
@@ -56,28 +65,90 @@ def test_a_process_compiles_those_it_is_asked_for_and_goes_on_after_one_that_fai
 
     monkeypatch.setattr(Arena, "prepare", prepare)
     monkeypatch.setattr(ahead, "end_with_parent", lambda: None)
-    ahead.main([json.dumps({**asdict(FIELD), "names": ["recollect 50%", "torch full"]})])
-    assert asked == ["recollect 50%", "torch full"]
+    ahead.main([json.dumps({**asdict(FIELD), "name": "recollect 50%"})])
+    assert asked == ["recollect 50%"]
 
 
-def test_the_contenders_are_dealt_out_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
+class Processes:
+    """Stands in for processes: each runs until it is told to end, or killed."""
 
-    class Process:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            started.append(json.loads(command[-1])["names"])
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.ends: dict[str, threading.Event] = {}
+        self.killed: list[str] = []
+        self.most_at_once = 0
 
-        def wait(self, _timeout: float | None = None) -> None:
-            pass
+    def __call__(self, command: list[str], **_: Any) -> Processes.One:
+        name = json.loads(command[-1])["name"]
+        self.ends[name] = threading.Event()
+        self.started.append(name)
+        self.most_at_once = max(self.most_at_once, sum(not end.is_set() for end in self.ends.values()))
+        return Processes.One(self, name)
+
+    class One:
+        def __init__(self, all_of_them: Processes, name: str) -> None:
+            self.all, self.name = all_of_them, name
+
+        def wait(self, timeout: float | None = None) -> None:
+            if not self.all.ends[self.name].wait(timeout):
+                raise subprocess.TimeoutExpired(self.name, timeout or 0)
 
         def kill(self) -> None:
-            pass
+            self.all.killed.append(self.name)
+            self.all.ends[self.name].set()
 
-    monkeypatch.setattr(subprocess, "Popen", Process)
-    compile_ahead(FIELD, ["a", "b", "c", "d", "e"], jobs=2, end=time.monotonic() + 60)
-    assert started == [["a", "c", "e"], ["b", "d"]]
-    compile_ahead(FIELD, ["a"], jobs=0, end=time.monotonic() + 60)
-    assert len(started) == 2
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    found = Processes()
+    monkeypatch.setattr(subprocess, "Popen", found)
+    return found
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 180  # only so that a test that fails does not hang
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_so_many_contenders_are_compiled_at_a_time_and_each_once(processes: Processes) -> None:
+    with Ahead(jobs=2, end=math.inf) as compiling:
+        compiling.begin(FIELD, ["a", "b", "c"])
+        compiling.begin(FIELD, ["a", "d"])
+        wait_until(lambda: len(processes.started) == 2)
+        assert compiling.is_busy
+        for name in "abcd":
+            wait_until(functools.partial(processes.ends.__contains__, name))
+            processes.ends[name].set()
+            compiling.wait(name)
+        compiling.wait()
+        assert not compiling.is_busy
+    assert sorted(processes.started) == ["a", "b", "c", "d"]
+    assert processes.most_at_once == 2
+    assert not processes.killed
+
+
+def test_nothing_compiles_any_more_when_it_is_left(processes: Processes) -> None:
+    with Ahead(jobs=1, end=math.inf) as compiling:
+        compiling.begin(FIELD, ["a", "b"])
+        wait_until(lambda: bool(processes.started))
+    assert processes.started == processes.killed == ["a"]
+
+
+def test_processes_are_stopped_when_the_time_is_up(processes: Processes) -> None:
+    with Ahead(jobs=1, end=time.monotonic() + 0.01) as compiling:
+        compiling.begin(FIELD, ["a", "b"])
+        compiling.wait()
+    assert processes.started in (processes.killed, [])
+    assert "b" not in processes.started
+
+
+def test_without_jobs_nothing_is_compiled_ahead(processes: Processes) -> None:
+    with Ahead(jobs=0, end=math.inf) as compiling:
+        compiling.begin(FIELD, ["a"])
+        compiling.wait("a")
+    assert not processes.started
 
 
 CHILD = """

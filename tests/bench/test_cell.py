@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from recollect._bench import cell as cells
 from recollect._bench import reach
-from recollect._bench.arena import Arena
+from recollect._bench.ahead import Ahead
+from recollect._bench.arena import Arena, Ready
 from recollect._bench.cases import SCALES, Case, Scale
 from recollect._bench.cell import Request, measure
-from recollect._bench.contenders import BUDGET_SHARES, list_contenders
+from recollect._bench.contenders import BUDGET_SHARES, Contender, list_contenders
 from recollect._bench.names import MODELS, SIZES, WITH_LENGTH
 from recollect._bench.results import Figure
 from tests.bench.figures import CELL
@@ -107,6 +108,30 @@ def test_a_contender_that_fails_keeps_its_reason_and_the_others_their_figures(mo
     figures = {one.contender: one for one in measure(REQUEST).figures}
     assert figures["torch full"].failed == "IndexError: no such thing"
     assert figures["torch reentrant"].rounds_s
+
+
+@pytest.mark.usefixtures("tiny")
+def test_who_finds_the_device_full_of_what_compiles_tries_again_when_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare, tries = Arena.prepare, []
+
+    class Compiling(Ahead):
+        is_busy = True
+
+        def wait(self, name: str | None = None) -> None:
+            tries.append(name)
+
+    def fail_first(self: Arena, one: Contender, *, is_compiled: bool) -> Ready:
+        if one.name == "torch full" and None not in tries:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return prepare(self, one, is_compiled=is_compiled)
+
+    monkeypatch.setattr(cells, "Ahead", Compiling)
+    monkeypatch.setattr(Arena, "prepare", fail_first)
+    figures = {one.contender: one for one in measure(REQUEST).figures}
+    assert tries.count(None) == 1
+    assert figures["torch full"].rounds_s
 
 
 @pytest.mark.usefixtures("tiny")

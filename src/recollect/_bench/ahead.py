@@ -11,10 +11,13 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -37,15 +40,16 @@ class Entrants:
         model: its name.
         size: ``"small"`` or ``"large"``.
         device: as torch writes it.
-        span_bytes: what the plain compiled step takes beyond what is there before it.
         shares: that ours is given, in percent.
+        span_bytes: what the plain compiled step takes beyond what is there before it. Without it ours has no budgets,
+            and only the rivals are known.
     """
 
     model: str
     size: str
     device: str
-    span_bytes: int
     shares: tuple[int, ...]
+    span_bytes: int | None = None
 
     def make_arena(self) -> Arena:
         """The model that they share."""
@@ -53,52 +57,94 @@ class Entrants:
 
     def list_contenders(self, arena: Arena) -> list[Contender]:
         """All that are compiled for an arena."""
-        ours = list_compiled(arena.model_bytes, self.span_bytes, self.shares)
-        if arena.device.type != "cpu":
-            ours += list_compiled(arena.model_bytes, self.span_bytes, HOST_SHARES, tiers="host")
+        ours: list[Contender] = []
+        if self.span_bytes is not None:
+            ours = list_compiled(arena.model_bytes, self.span_bytes, self.shares)
+            if arena.device.type != "cpu":
+                ours += list_compiled(arena.model_bytes, self.span_bytes, HOST_SHARES, tiers="host")
         return list_contenders(ours, arena.device, is_compiled=True)
 
 
-def compile_ahead(field: Entrants, names: Sequence[str], *, jobs: int, end: float) -> None:
-    """Compile contenders in processes, and wait for all of them; what fails, fails again where it is measured.
+class Ahead:
+    """Compiles contenders, each in a process, some at a time. Nothing runs any more when it is left.
+
+    What fails there fails again where it is measured.
 
     Args:
-        field: who takes part.
-        names: whom to compile.
-        jobs: how many processes; each takes as much of the device as one step.
+        jobs: how many processes at a time, each of which takes as much of the device as one step; 0 for none at all.
         end: when they are stopped, by the clock of `time.monotonic`.
     """
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    asked = [json.dumps({**dataclasses.asdict(field), "names": names[job::jobs]}) for job in range(jobs)]
-    command = [sys.executable, "-m", "recollect._bench.ahead"]
-    started = [
-        subprocess.Popen([*command, text], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for text in asked
-    ]
-    try:
-        for process in started:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(None if end == math.inf else max(0.0, end - time.monotonic()))
-    finally:
-        for process in started:
+
+    def __init__(self, *, jobs: int, end: float) -> None:
+        self._end = end
+        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="recollect-bench-ahead") if jobs else None
+        self._compiled: dict[str, Future[None]] = {}
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._is_over = True
+            for process in self._processes:
+                process.kill()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether processes are running."""
+        return bool(self._processes)
+
+    def begin(self, entrants: Entrants, names: Iterable[str]) -> None:
+        """Have contenders compiled, unless they are already, in this order."""
+        if self._pool is None:
+            return
+        for name in names:
+            if name not in self._compiled:
+                asked = json.dumps({**dataclasses.asdict(entrants), "name": name})
+                self._compiled[name] = self._pool.submit(self._compile, asked)
+
+    def wait(self, name: str | None = None) -> None:
+        """Wait until a contender is compiled; without a name, until all are."""
+        wait([one for own, one in self._compiled.items() if name in (None, own)])
+
+    def _compile(self, asked: str) -> None:
+        command = [sys.executable, "-m", "recollect._bench.ahead", asked]
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        with self._lock:
+            if self._is_over or time.monotonic() > self._end:
+                return
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self._processes.add(process)
+        try:
+            process.wait(None if self._end == math.inf else max(0.0, self._end - time.monotonic()))
+        except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        finally:
+            with self._lock:
+                self._processes.discard(process)
 
 
 def main(arguments: list[str]) -> None:
     """What such a process does."""
     end_with_parent()
     said = json.loads(arguments[0])
-    names = said.pop("names")
-    field = Entrants(**{**said, "shares": tuple(said["shares"])})
+    name = said.pop("name")
+    entrants = Entrants(**{**said, "shares": tuple(said["shares"])})
     torch.set_num_threads(1)
-    arena = field.make_arena()
+    arena = entrants.make_arena()
     with allow_compilations(MOST_COMPILATIONS):
-        for one in field.list_contenders(arena):
-            if one.name in names:
+        for one in entrants.list_contenders(arena):
+            if one.name == name:
                 with suppress(Exception):  # shown where it is measured
                     arena.prepare(one, is_compiled=True)
-                arena.give_up()
 
 
 if __name__ == "__main__":

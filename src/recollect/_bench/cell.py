@@ -12,18 +12,19 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from recollect._bench.ahead import MOST_COMPILATIONS, Entrants, compile_ahead
-from recollect._bench.alternate import alternate
+from recollect._bench.ahead import MOST_COMPILATIONS, Ahead, Entrants
+from recollect._bench.alternate import Step, alternate
 from recollect._bench.arena import Arena, Ready
 from recollect._bench.cases import SCALES, Scale
 from recollect._bench.children import end_with_parent
-from recollect._bench.contenders import PLAIN, Contender, list_contenders
+from recollect._bench.contenders import OURS, PLAIN, Contender, list_contenders
 from recollect._bench.ours import HOST_SHARES, QUICK_SHARES, SHARES, list_plans
 from recollect._bench.reach import list_searches
 from recollect._bench.results import Cell, Figure, Measured, Reach, Results
@@ -78,8 +79,11 @@ def measure(request: Request) -> Measured:
     end = request.find_end()
     arena = Arena(scale.case(), request.device)
     seen = arena.take_profile()
-    with allow_compilations(MOST_COMPILATIONS):
-        figures = _measure_all(arena, _list_all(arena, seen, request, end), request, end)
+    with Ahead(jobs=request.jobs, end=end) as ahead, allow_compilations(MOST_COMPILATIONS):
+        contenders = _list_all(arena, seen, request, ahead)
+        is_compiled = request.cell.mode == "compiled"
+        prepared = _prepare_all(arena, contenders, ahead, end, is_compiled=is_compiled)
+    figures = _time_all(arena, prepared, request)
     return replace(
         common,
         held_bytes=seen.timeline.held_bytes,
@@ -88,14 +92,16 @@ def measure(request: Request) -> Measured:
     )
 
 
-def _list_all(arena: Arena, seen: Profile, request: Request, end: float) -> list[Contender]:
-    """Everyone who takes part; compiled, their code waits in the compiler's cache if there are jobs for that."""
+def _list_all(arena: Arena, seen: Profile, request: Request, ahead: Ahead) -> list[Contender]:
+    """Everyone who takes part; compiled, those who are waited for, rivals first: ours needs the plain step's peak."""
     shares = QUICK_SHARES if request.is_quick else SHARES
     if request.cell.mode == "compiled":
-        cell, span_bytes = request.cell, _find_span(arena, seen)
-        field = Entrants(model=cell.model, size=cell.size, device=request.device, span_bytes=span_bytes, shares=shares)
-        found = field.list_contenders(arena)
-        compile_ahead(field, [one.name for one in found if one.name != PLAIN], jobs=request.jobs, end=end)
+        cell = request.cell
+        entrants = Entrants(model=cell.model, size=cell.size, device=request.device, shares=shares)
+        ahead.begin(entrants, [one.name for one in entrants.list_contenders(arena) if one.name != PLAIN])
+        entrants = replace(entrants, span_bytes=_find_span(arena, seen))
+        found = entrants.list_contenders(arena)
+        ahead.begin(entrants, [one.name for one in found if one.name != PLAIN])
         return found
     ours = list_plans(seen, shares)
     if arena.device.type != "cpu":
@@ -129,37 +135,83 @@ def _measure_largest(request: Request, scale: Scale, common: Measured) -> Measur
     return replace(common, budget_bytes=request.budget_bytes, reaches=tuple(found), is_partial=is_partial)
 
 
-def _measure_all(arena: Arena, contenders: list[Contender], request: Request, end: float) -> list[Figure]:
-    is_compiled = request.cell.mode == "compiled"
-    figures: dict[str, Figure] = {}
-    steps: dict[str, Callable[[], object]] = {}
-    slow: dict[str, Callable[[], object]] = {}
+@dataclass(slots=True, kw_only=True)
+class _Prepared:
+    """Who takes part.
+
+    Attributes:
+        figures: of each, by name, in the order of tables.
+        steps: of those who could be prepared.
+        slow: of those who take so long that one step tells enough.
+    """
+
+    figures: dict[str, Figure]
+    steps: dict[str, Step] = field(default_factory=dict)
+    slow: dict[str, Step] = field(default_factory=dict)
+
+
+def _prepare_all(
+    arena: Arena, contenders: list[Contender], ahead: Ahead, end: float, *, is_compiled: bool
+) -> _Prepared:
+    """Make them ready, ours and others in turn: if the time is up, some of each are there to be compared."""
+    prepared = _Prepared(figures={one.name: _start_figure(one) for one in contenders})
     plain: Ready | None = None
-    for one in contenders:
-        figures[one.name] = figure = _start_figure(one)
+    for one in _take_turns(contenders):
+        figure = prepared.figures[one.name]
         if one.absent:
             continue
+        ahead.wait(one.name)
         if plain is not None and time.monotonic() > end:
-            figures[one.name] = replace(figure, failed=_TOO_LATE)
+            prepared.figures[one.name] = replace(figure, failed=_TOO_LATE)
             continue
         try:
-            ready = arena.prepare(one, is_compiled=is_compiled)
+            ready = _prepare(arena, one, ahead, is_compiled=is_compiled)
         except Exception as error:  # out of memory, or whatever a rival raises
-            figures[one.name] = replace(figure, failed=_explain(error))
+            prepared.figures[one.name] = replace(figure, failed=_explain(error))
             arena.give_up()
             continue
         plain = plain or ready
         pairs = zip(ready.norms, plain.norms, strict=True)
         difference = max(abs(own - theirs) / max(abs(theirs), 1e-12) for own, theirs in pairs)
-        figures[one.name] = replace(figure, gradient_difference=difference)
-        (slow if ready.step_s > _SLOW * plain.step_s else steps)[one.name] = ready.step
+        prepared.figures[one.name] = replace(figure, gradient_difference=difference)
+        (prepared.slow if ready.step_s > _SLOW * plain.step_s else prepared.steps)[one.name] = ready.step
+    return prepared
+
+
+def _take_turns(contenders: list[Contender]) -> Iterator[Contender]:
+    """The plain step, then one of ours and one of the others, until there are no more of either.
+
+    >>> ours = [Contender(name=f"ours {share}", family="recollect") for share in (90, 50, 30)]
+    >>> [one.name for one in _take_turns([Contender(name="plain"), *ours, Contender(name="full")])]
+    ['plain', 'ours 90', 'full', 'ours 50', 'ours 30']
+    """
+    yield from (one for one in contenders if one.name == PLAIN)
+    ours = [one for one in contenders if one.family == OURS]
+    others = [one for one in contenders if one.family != OURS and one.name != PLAIN]
+    for pair in zip_longest(ours, others):
+        yield from filter(None, pair)
+
+
+def _prepare(arena: Arena, one: Contender, ahead: Ahead, *, is_compiled: bool) -> Ready:
+    try:
+        return arena.prepare(one, is_compiled=is_compiled)
+    except Exception as error:
+        if read_shortage(error) is None or not ahead.is_busy:
+            raise
+    arena.give_up()
+    ahead.wait()  # what compiles has taken the memory
+    return arena.prepare(one, is_compiled=is_compiled)
+
+
+def _time_all(arena: Arena, prepared: _Prepared, request: Request) -> list[Figure]:
+    figures, steps, slow = prepared.figures, prepared.steps, prepared.slow
     clock = time.process_time if arena.device.type == "cpu" else time.perf_counter
     timings = alternate(steps, device=arena.device, rounds=request.rounds, repeats=request.repeats, clock=clock)
     for name, step in slow.items():
         timings |= alternate({name: step}, device=arena.device, rounds=1, repeats=1, clock=clock)
     for name, timing in timings.items():
         peak = timing.peak_bytes
-        if arena.device.type == "cpu" and not is_compiled:  # what compiled code makes is not seen
+        if arena.device.type == "cpu" and request.cell.mode != "compiled":  # what compiled code makes is not seen
             peak = arena.meter({**steps, **slow}[name])
         figures[name] = replace(figures[name], rounds_s=timing.rounds_s, peak_bytes=peak)
     return list(figures.values())
