@@ -21,6 +21,7 @@ from recollect._bench import ahead
 from recollect._bench.ahead import Ahead, Entrants
 from recollect._bench.arena import Arena
 from recollect._bench.contenders import COMPILER_SHARES, PLAIN, Contender
+from recollect._core.errors import BudgetError
 from tests.bench.test_cell import TINY
 
 pytest.importorskip("scipy")
@@ -53,26 +54,35 @@ def test_without_the_plain_steps_peak_only_rivals_are_known() -> None:
     assert not any(name.startswith("recollect") for name in names)
 
 
-def test_a_process_compiles_the_one_it_is_asked_for_and_is_silent_if_that_fails(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("out of something"), ""),
+        (BudgetError("no plan", smallest_bytes=2**30), "no plan: the smallest peak of the graph is 1.00 GiB"),
+    ],
+)
+def test_a_process_compiles_the_one_it_is_asked_for_and_says_whether_its_budget_was_refused(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
 
     def prepare(self: Arena, one: Contender, *, is_compiled: bool) -> Any:
         assert is_compiled
         asked.append(one.name)
-        raise RuntimeError("out of something")
+        raise error
 
     monkeypatch.setattr(Arena, "prepare", prepare)
     monkeypatch.setattr(ahead, "end_with_parent", lambda: None)
     ahead.main([json.dumps({**asdict(FIELD), "name": "recollect 50%"})])
     assert asked == ["recollect 50%"]
+    assert capsys.readouterr().out == f"\nrefused: {said}\n"
 
 
 class Processes:
-    """Stands in for processes: each runs until it is told to end, or killed."""
+    """Stands in for processes: each runs until it is told to end, or killed, and then says something."""
 
     def __init__(self) -> None:
+        self.says = ""
         self.started: list[str] = []
         self.ends: dict[str, threading.Event] = {}
         self.killed: list[str] = []
@@ -89,9 +99,10 @@ class Processes:
         def __init__(self, all_of_them: Processes, name: str) -> None:
             self.all, self.name = all_of_them, name
 
-        def wait(self, timeout: float | None = None) -> None:
+        def communicate(self, _given: None = None, timeout: float | None = None) -> tuple[str, None]:
             if not self.all.ends[self.name].wait(timeout):
                 raise subprocess.TimeoutExpired(self.name, timeout or 0)
+            return self.all.says, None
 
         def kill(self) -> None:
             self.all.killed.append(self.name)
@@ -121,7 +132,8 @@ def test_so_many_contenders_are_compiled_at_a_time_and_each_once(processes: Proc
         for name in "abcd":
             wait_until(functools.partial(processes.ends.__contains__, name))
             processes.ends[name].set()
-            compiling.wait(name)
+            assert compiling.wait_for_one([name]) == name
+            assert not compiling.find_refusal(name)
         compiling.wait()
         assert not compiling.is_busy
     assert sorted(processes.started) == ["a", "b", "c", "d"]
@@ -147,8 +159,31 @@ def test_processes_are_stopped_when_the_time_is_up(processes: Processes) -> None
 def test_without_jobs_nothing_is_compiled_ahead(processes: Processes) -> None:
     with Ahead(jobs=0, end=math.inf) as compiling:
         compiling.begin(FIELD, ["a"])
-        compiling.wait("a")
+        assert compiling.wait_for_one(["a"]) == "a"
+        assert not compiling.find_refusal("a")
     assert not processes.started
+
+
+def test_who_is_compiled_first_is_not_held_up_by_the_others(processes: Processes) -> None:
+    with Ahead(jobs=2, end=math.inf) as compiling:
+        compiling.begin(FIELD, ["a", "b"])
+        wait_until(lambda: len(processes.started) == 2)
+        assert compiling.wait_for_one(["a", "nobody compiles it", "b"]) == "nobody compiles it"
+        processes.ends["b"].set()
+        assert compiling.wait_for_one(["a", "b"]) == "b"
+        processes.ends["a"].set()
+        compiling.wait()
+        assert compiling.wait_for_one(["a", "b"]) == "a"
+
+
+def test_a_refused_budget_is_known_from_the_process_that_compiled_it(processes: Processes) -> None:
+    processes.says = "something else\n\nrefused: no plan: as small as can be\n"
+    with Ahead(jobs=1, end=math.inf) as compiling:
+        compiling.begin(FIELD, ["a"])
+        wait_until(lambda: "a" in processes.ends)
+        processes.ends["a"].set()
+        compiling.wait()
+        assert compiling.find_refusal("a") == "no plan: as small as can be"
 
 
 CHILD = """

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,11 +24,14 @@ from recollect._bench.arena import Arena
 from recollect._bench.cases import SCALES
 from recollect._bench.children import end_with_parent
 from recollect._bench.contenders import Contender, list_contenders
+from recollect._bench.failures import find_refusal
 from recollect._bench.ours import HOST_SHARES, list_compiled
 from recollect._core.torch_private.recompiles import allow_compilations
 
 MOST_COMPILATIONS = 64
 """Of a model's code: each contender has a version of it."""
+_REFUSED = "refused: "
+"""Before what a process says last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,8 @@ class Entrants:
 class Ahead:
     """Compiles contenders, each in a process, some at a time. Nothing runs any more when it is left.
 
-    What fails there fails again where it is measured.
+    What fails there fails again where it is measured, but for budgets that are refused: to find that out takes as long
+    as to compile.
 
     Args:
         jobs: how many processes at a time, each of which takes as much of the device as one step; 0 for none at all.
@@ -78,8 +81,8 @@ class Ahead:
     def __init__(self, *, jobs: int, end: float) -> None:
         self._end = end
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="recollect-bench-ahead") if jobs else None
-        self._compiled: dict[str, Future[None]] = {}
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._refused: dict[str, Future[str]] = {}
+        self._processes: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -106,30 +109,45 @@ class Ahead:
         if self._pool is None:
             return
         for name in names:
-            if name not in self._compiled:
+            if name not in self._refused:
                 asked = json.dumps({**dataclasses.asdict(entrants), "name": name})
-                self._compiled[name] = self._pool.submit(self._compile, asked)
+                self._refused[name] = self._pool.submit(self._compile, asked)
 
-    def wait(self, name: str | None = None) -> None:
-        """Wait until a contender is compiled; without a name, until all are."""
-        wait([one for own, one in self._compiled.items() if name in (None, own)])
+    def wait_for_one(self, names: Sequence[str]) -> str:
+        """Wait until one of these need not be waited for, and name it; of several the first."""
+        if all(name in self._refused for name in names):
+            wait([self._refused[name] for name in names], return_when=FIRST_COMPLETED)
+        return next(name for name in names if name not in self._refused or self._refused[name].done())
 
-    def _compile(self, asked: str) -> None:
+    def wait(self) -> None:
+        """Wait until all are compiled."""
+        wait(self._refused.values())
+
+    def find_refusal(self, name: str) -> str:
+        """Why a contender that was waited for has no plan; ``""`` if it has one, or was not compiled."""
+        return self._refused[name].result() if name in self._refused else ""
+
+    def _compile(self, asked: str) -> str:
         command = [sys.executable, "-m", "recollect._bench.ahead", asked]
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         with self._lock:
             if self._is_over or time.monotonic() > self._end:
-                return
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                return ""
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
             self._processes.add(process)
         try:
-            process.wait(None if self._end == math.inf else max(0.0, self._end - time.monotonic()))
+            said, _ = process.communicate(
+                None, None if self._end == math.inf else max(0.0, self._end - time.monotonic())
+            )
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            said, _ = process.communicate()
         finally:
             with self._lock:
                 self._processes.discard(process)
+        return said.strip().rpartition("\n")[2].partition(_REFUSED)[2]
 
 
 def main(arguments: list[str]) -> None:
@@ -143,8 +161,10 @@ def main(arguments: list[str]) -> None:
     with allow_compilations(MOST_COMPILATIONS):
         for one in entrants.list_contenders(arena):
             if one.name == name:
-                with suppress(Exception):  # shown where it is measured
+                try:
                     arena.prepare(one, is_compiled=True)
+                except Exception as error:  # shown where it is measured
+                    sys.stdout.write(f"\n{_REFUSED}{find_refusal(error)}\n")
 
 
 if __name__ == "__main__":

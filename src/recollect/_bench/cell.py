@@ -25,13 +25,12 @@ from recollect._bench.arena import Arena, Ready
 from recollect._bench.cases import SCALES, Scale
 from recollect._bench.children import end_with_parent
 from recollect._bench.contenders import OURS, PLAIN, Contender, list_contenders
+from recollect._bench.failures import explain
 from recollect._bench.ours import HOST_SHARES, QUICK_SHARES, SHARES, list_plans
 from recollect._bench.reach import list_searches
 from recollect._bench.results import Cell, Figure, Measured, Reach, Results
-from recollect._core.errors import BudgetError
 from recollect._core.profiles import Profile
 from recollect._core.torch_private.recompiles import allow_compilations
-from recollect._core.units import format_bytes
 from recollect._inspect.oom.error import read_shortage
 
 _TOO_LATE = "the time was up"
@@ -155,19 +154,18 @@ def _prepare_all(
 ) -> _Prepared:
     """Make them ready, ours and others in turn: if the time is up, some of each are there to be compared."""
     prepared = _Prepared(figures={one.name: _start_figure(one) for one in contenders})
+    waiting = {one.name: one for one in _take_turns(contenders) if not one.absent}
     plain: Ready | None = None
-    for one in _take_turns(contenders):
-        figure = prepared.figures[one.name]
-        if one.absent:
-            continue
-        ahead.wait(one.name)
-        if plain is not None and time.monotonic() > end:
-            prepared.figures[one.name] = replace(figure, failed=_TOO_LATE)
+    while waiting:
+        one = waiting.pop(ahead.wait_for_one(list(waiting)))
+        figure, refusal = prepared.figures[one.name], ahead.find_refusal(one.name)
+        if refusal or (plain is not None and time.monotonic() > end):
+            prepared.figures[one.name] = replace(figure, failed=refusal or _TOO_LATE)
             continue
         try:
             ready = _prepare(arena, one, ahead, is_compiled=is_compiled)
         except Exception as error:  # out of memory, or whatever a rival raises
-            prepared.figures[one.name] = replace(figure, failed=_explain(error))
+            prepared.figures[one.name] = replace(figure, failed=explain(error))
             arena.give_up()
             continue
         plain = plain or ready
@@ -227,17 +225,6 @@ def _start_figure(one: Contender) -> Figure:
         predicted_peak_bytes=None if forecast is None else forecast.peak_bytes,
         predicted_step_s=None if forecast is None else forecast.step_s,
     )
-
-
-def _explain(error: BaseException) -> str:
-    if read_shortage(error) is not None:
-        return "out of memory"
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, BudgetError):  # the compiler raises an error of its own from it
-            return f"no plan: the smallest peak of the graph is {format_bytes(cause.smallest_bytes)}"
-        cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 
 
 def main(arguments: list[str]) -> None:
