@@ -73,7 +73,7 @@ def test_a_process_compiles_the_one_it_is_asked_for_and_says_whether_its_budget_
 
     monkeypatch.setattr(Arena, "prepare", prepare)
     monkeypatch.setattr(ahead, "end_with_parent", lambda: None)
-    ahead.main([json.dumps({**asdict(FIELD), "name": "recollect 50%"})])
+    ahead.main([json.dumps({**asdict(FIELD), "name": "recollect 50%", "memory_share": 0.5})])
     assert asked == ["recollect 50%"]
     assert capsys.readouterr().out == f"\nrefused: {said}\n"
 

@@ -30,6 +30,8 @@ from recollect._core.torch_private.recompiles import allow_compilations
 
 MOST_COMPILATIONS = 64
 """Of a model's code: each contender has a version of it."""
+_MEMORY_SHARE = 0.6
+"""Of a device, for all processes that compile. One that needs more for its step fails, but has compiled it by then."""
 _REFUSED = "refused: "
 """Before what a process says last."""
 
@@ -74,12 +76,12 @@ class Ahead:
     as to compile.
 
     Args:
-        jobs: how many processes at a time, each of which takes as much of the device as one step; 0 for none at all.
+        jobs: how many processes at a time, which share a part of the device's memory; 0 for none at all.
         end: when they are stopped, by the clock of `time.monotonic`.
     """
 
     def __init__(self, *, jobs: int, end: float) -> None:
-        self._end = end
+        self._end, self._jobs = end, jobs
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="recollect-bench-ahead") if jobs else None
         self._refused: dict[str, Future[str]] = {}
         self._processes: set[subprocess.Popen[str]] = set()
@@ -110,7 +112,8 @@ class Ahead:
             return
         for name in names:
             if name not in self._refused:
-                asked = json.dumps({**dataclasses.asdict(entrants), "name": name})
+                how = {"name": name, "memory_share": _MEMORY_SHARE / self._jobs}
+                asked = json.dumps({**dataclasses.asdict(entrants), **how})
                 self._refused[name] = self._pool.submit(self._compile, asked)
 
     def wait_for_one(self, names: Sequence[str]) -> str:
@@ -154,9 +157,11 @@ def main(arguments: list[str]) -> None:
     """What such a process does."""
     end_with_parent()
     said = json.loads(arguments[0])
-    name = said.pop("name")
+    name, memory_share = said.pop("name"), said.pop("memory_share")
     entrants = Entrants(**{**said, "shares": tuple(said["shares"])})
     torch.set_num_threads(1)
+    if torch.device(entrants.device).type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(memory_share)
     arena = entrants.make_arena()
     with allow_compilations(MOST_COMPILATIONS):
         for one in entrants.list_contenders(arena):

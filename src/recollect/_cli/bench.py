@@ -50,7 +50,7 @@ def bench(
             "--jobs",
             metavar="N",
             min=0,
-            help="Compile the contenders ahead in N processes. Each takes as much of the device as a step.",
+            help="Compile the contenders ahead in N processes, which share 60% of the device's memory.",
         ),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: small sizes, eager, few steps.")] = False,
