@@ -11,7 +11,7 @@ import recollect
 from recollect import Decision, policies
 from recollect._policy.base import PolicyLike
 from tests.corpus import AddOne, Cube, Scramble, apply
-from tests.selective.comparing import STEPS, assert_like_plain, square, squares
+from tests.selective.comparing import SIZE, STEPS, assert_like_plain, square, squares
 from tests.watching import backward
 
 # Many of these policies match nothing on purpose.
@@ -104,6 +104,24 @@ def test_functions_of_ones_own(function: str, way: str, twice: bool) -> None:
         "coin": lambda site: Decision.SAVE if (len(site.op) + site.call) % 2 else Decision.RECOMPUTE,
     }
     assert_like_plain(around(fn), ways[way], squares(1), twice=twice)
+
+
+class RelativePosition(nn.Module):
+    """A product with a parameter that is turned, whose other factor torch copies inside: both are saved there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(3, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        strided = x.sin().expand(2, 3, SIZE, SIZE).transpose(1, 2).transpose(2, 3).transpose(1, 3)
+        found: Tensor = (strided @ self.positions.transpose(0, 1)).sigmoid().exp()
+        return found
+
+
+def test_a_product_with_a_view_of_a_parameter_saves_the_same_when_it_is_made_again() -> None:
+    module = RelativePosition()
+    assert_like_plain(module, policies.save_ops("aten.sin.default"), squares(1), module=module)
 
 
 @each_function

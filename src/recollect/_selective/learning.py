@@ -163,6 +163,8 @@ def _replays_exactly(frame: Frame, saved: list[Saved], program: Program, bound: 
                 value = replay.take(index)
                 if value is not None:
                     compare(index, value)
+                elif index not in is_same:
+                    return False  # the call saves less than it did in forward
         return all(is_same.values())
 
 

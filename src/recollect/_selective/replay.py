@@ -315,7 +315,8 @@ def _track(tensor: Tensor, made: dict[int, Tensor], *, needs_grad: bool) -> Tens
     """A tensor for a call that is watched, the same for each time it is an argument; parameters are as they are."""
     found = made.get(id(tensor))
     if found is None:
-        is_ready = not needs_grad or (tensor.requires_grad and tensor.is_leaf)
+        # A view that was made without a graph calls itself a leaf that requires grad, and is none.
+        is_ready = not needs_grad or (tensor.requires_grad and tensor.is_leaf and tensor._base is None)  # noqa: SLF001
         found = made[id(tensor)] = tensor if is_ready else tensor.detach().requires_grad_()
     return found
 
