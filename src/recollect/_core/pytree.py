@@ -27,9 +27,10 @@ class Arguments:
         leaves: every value that is not walked into.
         tensors: indices of the tensors among them.
         objects: the leaves that are neither tensors nor plain values: modules, generators, anything.
+        are_positional: whether the leaves are the positional arguments as they stand.
     """
 
-    __slots__ = ("_keywords", "_positional", "_structure", "leaves", "objects", "tensors")
+    __slots__ = ("_keywords", "_positional", "_structure", "are_positional", "leaves", "objects", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._positional = len(args)
@@ -38,6 +39,7 @@ class Arguments:
         values = [*args, *kwargs.values()]
         if not self._sort(values):
             self._open(values)
+        self.are_positional = self._structure is None and not kwargs
 
     def _sort(self, leaves: list[Any], *, may_hold: bool = True) -> bool:
         """Take these as they are; False if one is a container."""
@@ -84,11 +86,6 @@ class Arguments:
             parts.append(None)
             leaves.append(value)
         return parts
-
-    @property
-    def are_positional(self) -> bool:
-        """Whether the leaves are the positional arguments as they stand."""
-        return self._structure is None and not self._keywords
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Give args and kwargs with these leaves; containers are made anew each time."""

@@ -58,7 +58,9 @@ class Rerun:
     def refill(self, frame: Frame, *, is_last: bool) -> None:
         """Run the function again and fill what is still asked for."""
         live = find_live(frame.handles)
-        if live is None and self._may_collect(frame):
+        # Whether what the function saves may be compared all at once, as far as is known before it runs.
+        may_collect = frame.stops_early and frame.evidence is None and frame.log is None and not frame.is_open
+        if live is None and may_collect:
             assert frame.inputs is not None, "inputs go only when every value is there"
             leaves = frame.inputs.materialise(frame.name)
             collector = Collector(frame, leaves)
@@ -89,10 +91,6 @@ class Rerun:
         """Nothing."""
         del frame
         return []
-
-    def _may_collect(self, frame: Frame) -> bool:
-        """Whether what the function saves may be compared all at once, as far as is known before it runs."""
-        return frame.stops_early and frame.evidence is None and frame.log is None and not frame.is_open
 
     def _run(
         self,

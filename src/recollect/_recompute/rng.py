@@ -341,12 +341,16 @@ class RngState:
                 "preserve_rng=False (preserve_rng_state=False in recollect.compat)."
             )
             raise RuntimeError(message)
-        self.entries = [
-            (source, state)
-            for source, state in self.entries
-            if (now := source.read()) is not state and not source.same(state, now)
-        ]
-        return self if self.entries else None
+        moved = None
+        for entry in self.entries:  # most regions draw nothing: no list is made for them
+            source, state = entry
+            now = source.read()
+            if now is not state and not source.same(state, now):
+                moved = [entry] if moved is None else [*moved, entry]
+        if moved is None:
+            return None
+        self.entries = moved
+        return self
 
     def restore(self) -> list[tuple[Source, Any]]:
         """Before recomputation: set every generator as it was at entry; gives back where they stood."""

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from recollect._core.torch_private.composites import run_open
-from recollect._core.torch_private.precision import matmul_precision, set_matmul_precision
+from recollect._core.torch_private.precision import matmul_precision, read_cpu, read_cuda, set_matmul_precision
 
 _C = torch._C
 
@@ -43,7 +43,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (matmul_precision, set_matmul_precision),
 )
-_R0, _R1, _R2, _R3, _R4, _R5 = (read for read, _ in _SWITCHES)
+_R0, _R1, _R2, _R3, _R4, _ = (read for read, _ in _SWITCHES)
 
 State = tuple[Any, ...]
 """The cache or None, the modes or None, then the switches."""
@@ -59,7 +59,7 @@ def read_state() -> State:
         _R2(),
         _R3(),
         _R4(),
-        _R5(),
+        (read_cuda(), read_cpu()),
     )
 
 
