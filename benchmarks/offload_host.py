@@ -24,7 +24,7 @@ from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Parcel
 from recollect._offload.returns import Returns
 from recollect._offload.session import Session
-from recollect._offload.streams import Batch, Clock, DeviceLanes, HostClock
+from recollect._offload.streams import Batch, DeviceLanes, HostClock, StreamClock
 from recollect._offload.tiers import HostTier
 from recollect._offload.transfers import Transfers
 
@@ -47,7 +47,7 @@ class NullLanes:
 
     def __init__(self, device: torch.device) -> None:
         del device
-        self.clock: Clock = HostClock()
+        self.clock: StreamClock = HostClock()
         self.current: Callable[[], Any] = lambda: "the only stream"
 
     def copy_out(self, batches: Sequence[Batch]) -> None:

@@ -16,7 +16,7 @@ from recollect._offload.compression import Compression
 from recollect._offload.kinds import bytes_of
 from recollect._offload.learning import SessionOptions
 from recollect._offload.session import Session
-from recollect._offload.streams import Batch, Clock, Mark
+from recollect._offload.streams import Batch, Mark, StreamClock
 from recollect._offload.tiers import HostTier, Tier
 from recollect._offload.transfers import Transfers
 
@@ -73,7 +73,7 @@ class LateLanes:
     """What `DeviceLanes` does, as late as it may be done."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock: Clock = CountingClock()
+        self.clock: StreamClock = CountingClock()
         self._out: list[LateMark] = []
         self._back: list[LateMark] = []
         self.held: list[Mark] = []

@@ -14,7 +14,7 @@ from recollect._offload.accounts import Accounts
 from recollect._offload.compression import Compression
 from recollect._offload.learning import SessionOptions
 from recollect._offload.session import Session
-from recollect._offload.streams import Batch, Clock, Mark
+from recollect._offload.streams import Batch, Mark, StreamClock
 from recollect._offload.tiers import HostTier
 from recollect._offload.transfers import Transfers
 
@@ -43,7 +43,7 @@ class TimedLanes:
     """One lane each way, of a given speed."""
 
     def __init__(self, time: Time, bytes_per_s: float) -> None:
-        self.clock: Clock = time
+        self.clock: StreamClock = time
         self._time, self._speed = time, bytes_per_s
         self._out_s = self._back_s = 0.0
 

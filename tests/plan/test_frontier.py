@@ -13,7 +13,7 @@ from recollect._plan.frontier import find_frontier
 from recollect._plan.problem import Problem, Run
 from recollect._plan.rehearse import rehearse
 from recollect._plan.segments import find_chains
-from recollect._plan.solvers.bound import Bound, find_least_bytes
+from recollect._plan.solvers.bound import LowerBound, find_least_bytes
 from recollect._plan.solvers.program import IntegerProgram
 from recollect._plan.treatments import PlannedWay, Treatment
 from tests.plan.blocks import make_step, stacks
@@ -80,7 +80,7 @@ def test_nothing_takes_less_than_what_some_call_needs(step: Profile) -> None:
 @given(stacks())
 def test_nothing_is_quicker_than_the_lower_bound(step: Profile) -> None:
     problem = Problem(step)
-    bound = Bound(problem)
+    bound = LowerBound(problem)
     for point in find_frontier(problem).points:
         least = bound.seconds(point.peak_bytes)
         assert least is not None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel
 from recollect._apply.blocks import find_blocks
 from recollect._apply.options import Choices
 from recollect._apply.rules import (
-    Rule,
+    RegionRule,
 )
 from recollect._apply.sent_forward import SentForward, sent_forward_of
 from recollect._apply.stand_in import stand_in_of
@@ -24,10 +24,10 @@ from recollect._policy.base import Policy
 from recollect._policy.combine import first_match
 from recollect._policy.places import save_modules
 
-Chosen = list[tuple[Target, Rule]]
+Chosen = list[tuple[Target, RegionRule]]
 
 
-def match_rules(model: nn.Module, targets: list[Target], rules: list[Rule]) -> Chosen:
+def match_rules(model: nn.Module, targets: list[Target], rules: list[RegionRule]) -> Chosen:
     """For each module the first rule that matches it; every rule must match something.
 
     Raises:
@@ -52,11 +52,11 @@ def match_rules(model: nn.Module, targets: list[Target], rules: list[Rule]) -> C
     return chosen
 
 
-def _is_meant(rule: Rule, target: Target) -> bool:
+def _is_meant(rule: RegionRule, target: Target) -> bool:
     return any(rule.matches(name, module) for name in target.names for module in target.chain)
 
 
-def _describe_no_match(model: nn.Module, targets: list[Target], rule: Rule, lists: list[Target]) -> str:
+def _describe_no_match(model: nn.Module, targets: list[Target], rule: RegionRule, lists: list[Target]) -> str:
     if lists:
         names = list_some([f"'{target.name}'" for target in lists])
         inner = f"'{lists[0].name}.*'"
@@ -71,7 +71,7 @@ def _describe_no_match(model: nn.Module, targets: list[Target], rule: Rule, list
     return f"rule {rule.text} matches no module of {type(model).__name__}; its classes are {list_some(classes)}"
 
 
-def choose_blocks(model: nn.Module, targets: list[Target], rule: Rule) -> Chosen:
+def choose_blocks(model: nn.Module, targets: list[Target], rule: RegionRule) -> Chosen:
     """The model's repeated blocks.
 
     Raises:

@@ -32,7 +32,7 @@ from recollect._apply.levers import make_levers
 from recollect._apply.planned import choose_planned
 from recollect._apply.rules import (
     PRESETS,
-    Rule,
+    RegionRule,
     Value,
     describe_away,
     parse_preset,
@@ -254,7 +254,7 @@ def _check_count(option: str, value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, int | None]:
+def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[RegionRule, int | None]:
     """What to do with repeated blocks, as a rule that matches whatever was found."""
     every = None
     value: Value = Decision.RECOMPUTE if rules is None or isinstance(rules, str) else rules
@@ -273,7 +273,8 @@ def _parse_for_blocks(rules: str | PolicyLike | Offload | None) -> tuple[Rule, i
     away = read_away(value)
     plain: Any = value
     choices, what = parse_value(plain) if away is None else (None, describe_away(away))
-    return Rule(matches=lambda name, module: True, choices=choices, text="repeated blocks", what=what, away=away), every
+    text = "repeated blocks"
+    return RegionRule(matches=lambda name, module: True, choices=choices, text=text, what=what, away=away), every
 
 
 def _let_last_report(stand_ins: list[StandIn], model: nn.Module) -> None:
@@ -284,7 +285,7 @@ def _let_last_report(stand_ins: list[StandIn], model: nn.Module) -> None:
         stand_in.reports = (tally, f"{count_noun(count, 'region')} of {type(model).__name__}")
 
 
-def _place(target: Target, rule: Rule, regions: dict[str, Target], sent: dict[str, Target]) -> AppliedPlace:
+def _place(target: Target, rule: RegionRule, regions: dict[str, Target], sent: dict[str, Target]) -> AppliedPlace:
     is_region = rule.choices is not None
     is_kept = not rule.acts and (is_in(target, regions) or is_in(target, sent))
     return AppliedPlace(

@@ -84,7 +84,7 @@ def parse_elsewhere(
     return Elsewhere(to=offload_to, takes_inputs=offload_inputs)
 
 
-class Sending(Region):
+class HoldsElsewhere(Region):
     """Put before a region's class: the region's holdings go elsewhere."""
 
     __slots__ = ()

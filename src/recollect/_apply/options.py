@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed, nn
 
 from recollect._apply.forwards import functions_in
-from recollect._apply.offloading import Elsewhere, Sending, parse_elsewhere
+from recollect._apply.offloading import Elsewhere, HoldsElsewhere, parse_elsewhere
 from recollect._core.argument_text import short_repr
 from recollect._core.decisions import Decision
 from recollect._core.patterns import did_you_mean, hint_nearest, nearest, quote_all
@@ -228,13 +228,13 @@ class DefaultRegion(Region):
         return shared.run(args, kwargs)
 
 
-class SendingRegion(Sending, DefaultRegion):
+class SendingRegion(HoldsElsewhere, DefaultRegion):
     """A region without a policy that holds its arguments elsewhere."""
 
     __slots__ = ("elsewhere",)
 
 
-class SendingSelectiveRegion(Sending, SelectiveRegion):
+class SendingSelectiveRegion(HoldsElsewhere, SelectiveRegion):
     """A region with a policy that holds its arguments elsewhere, or what the policy offloads on a tier of choice."""
 
     __slots__ = ("elsewhere",)

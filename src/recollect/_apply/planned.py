@@ -10,7 +10,7 @@ from torch import nn
 
 from recollect._apply.offloading import Elsewhere
 from recollect._apply.options import Choices
-from recollect._apply.rules import Rule, describe_away
+from recollect._apply.rules import RegionRule, describe_away
 from recollect._apply.targets import Target, by_name
 from recollect._core.argument_text import with_article
 from recollect._core.forecasts import PlannedRegion
@@ -26,7 +26,7 @@ _RERUN, _REPLAY, _OFFLOAD = "rerun", "replay", "offload"
 
 def choose_planned(
     model: nn.Module, targets: list[Target], plan: Plan, *, every: int | None = None, first: int | None = None
-) -> list[tuple[Target, Rule]]:
+) -> list[tuple[Target, RegionRule]]:
     """The modules that a plan makes regions, each with what is to become of it.
 
     Raises:
@@ -45,7 +45,7 @@ def choose_planned(
         raise ValueError(message)
     names = by_name(targets)
     owned = _size_parameters(names[""].chain[-1] if "" in names else model)
-    chosen: list[tuple[Target, Rule]] = []
+    chosen: list[tuple[Target, RegionRule]] = []
     shared = functools.cache(_make_away)  # one for all modules, which are parts of one step
     joins, givers = Joins(), {region.joined_to for region in plan.regions}
     for region in plan.regions:
@@ -71,20 +71,22 @@ def _read_tier(tier: str) -> TierLike:
     return names[0] if len(names) == 1 else names
 
 
-def _make_rule(plan: Plan, region: PlannedRegion, shared: Callable[[str], Offload], joining: Joining | None) -> Rule:
+def _make_rule(
+    plan: Plan, region: PlannedRegion, shared: Callable[[str], Offload], joining: Joining | None
+) -> RegionRule:
     text = f"plan {plan.name}".rstrip()
     is_sent = region.way == _OFFLOAD
     tier = region.tier or "host"
     away = shared(tier) if region.tier or is_sent else None
     words = [] if away is None else [describe_away(away)]
     if is_sent:
-        return Rule(matches=lambda name, module: True, choices=None, text=text, what=words[0], away=away)
+        return RegionRule(matches=lambda name, module: True, choices=None, text=text, what=words[0], away=away)
     policy = None if region.way == _RERUN else follow_plan(plan, region.path)
     keeps = [f"keep {region.keeps}"] if region.keeps else []
     elsewhere = None
     if away is not None and region.way == _REPLAY:  # only what its choices say goes, and nothing is around the region
         elsewhere, away = Elsewhere(to=_read_tier(tier), takes_inputs=False, shared=away), None
-    return Rule(
+    return RegionRule(
         matches=lambda name, module: True,
         choices=Choices(policy=policy, elsewhere=elsewhere, joining=joining),
         text=text,

@@ -30,7 +30,7 @@ PRESETS = ("full", "selective", "every:N")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RegionRule:
     """One line of the rules that a model is given."""
 
     matches: Callable[[str, nn.Module], bool]
@@ -56,7 +56,7 @@ class Rule:
         return self.choices is not None or self.away is not None
 
 
-def parse_rules(rules: Mapping[Any, Value]) -> list[Rule]:
+def parse_rules(rules: Mapping[Any, Value]) -> list[RegionRule]:
     """Check rules and give them in their order.
 
     Raises:
@@ -88,20 +88,20 @@ def describe_away(away: Offload) -> str:
     return f"offload to {away.tier}"
 
 
-def _parse_rule(key: Key, value: Value, shared: Callable[[], Offload]) -> Rule:
+def _parse_rule(key: Key, value: Value, shared: Callable[[], Offload]) -> RegionRule:
     text = _describe_key(key)
     pattern = key if isinstance(key, str) else None
     away = read_away(value, shared)
     if away is not None:
         what = describe_away(away)
-        return Rule(matches=_parse_key(key), choices=None, text=text, what=what, pattern=pattern, away=away)
+        return RegionRule(matches=_parse_key(key), choices=None, text=text, what=what, pattern=pattern, away=away)
     try:
         plain: Any = value
         choices, what = parse_value(plain)
     except (ValueError, TypeError) as error:
         message = f"rule {text}: {error}"
         raise type(error)(message) from None
-    return Rule(matches=_parse_key(key), choices=choices, text=text, what=what, pattern=pattern)
+    return RegionRule(matches=_parse_key(key), choices=choices, text=text, what=what, pattern=pattern)
 
 
 def parse_value(value: str | PolicyLike | Mapping[str, Any]) -> tuple[Choices | None, str]:

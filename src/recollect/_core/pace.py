@@ -19,7 +19,7 @@ nobody knows how fast the accelerator is: so that one of an eighth of that speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
+class DeviceSpeeds:
     """What an accelerator can do in a second, as its maker says.
 
     Attributes:
@@ -45,7 +45,7 @@ class Speeds:
         return computing_s / _FLOPS_REACHED + _READS_AND_WRITES * result_bytes / (self.bandwidth * _BYTES_REACHED)
 
 
-TODAYS = Speeds()
+TODAYS = DeviceSpeeds()
 """Of an accelerator of the year 2024, about."""
 
 

@@ -16,7 +16,7 @@ from recollect._core.errors import BudgetError
 from recollect._core.levers import CHUNKED_LOSS, MICRO_BATCHES, PlannedLever
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
-from recollect._fit.batches import Call
+from recollect._fit.batches import Invocation
 from recollect._fit.gradients import GradientNorms
 from recollect._fit.levers import Asked, SeenInputs, list_candidates, plan_levers
 from recollect._fit.micro_batches import count_examples, find_weight, refuse_batch_norms, split_batch
@@ -56,7 +56,7 @@ class Subject:
     model: nn.Module
     batch: Any
     loss: Callable[..., Tensor] | None
-    call: Call
+    call: Invocation
     owns_step: bool
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None
     tiers: str | Sequence[str] | None
@@ -293,7 +293,7 @@ def _list_micro_batches(base: Attempt, said: int | None) -> Iterator[Attempt]:
         weight = _find_weight(subject, parts)
         steps = Steps(subject.model, subject.loss, parts=parts, weight=weight)
         part = split_batch(subject.batch, parts)[0]
-        call = Call(function=lambda one, steps=steps: steps.run_part(one), args=(part,))
+        call = Invocation(function=lambda one, steps=steps: steps.run_part(one), args=(part,))
         run = Runner(subject.model, call, subject.optimizer, has_gradients=True, progress=subject.progress)
         with apply(subject.model, Plan(levers=base.levers)):
             seen = run.profile_plainly()

@@ -19,7 +19,7 @@ _TARGETS = ("labels", "targets", "target", "label", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Invocation:
     """How a model or a step is called.
 
     Attributes:
@@ -50,7 +50,7 @@ class Call:
         return value if value.dim() == 0 else value.sum()
 
 
-def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module) -> Call:
+def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module) -> Invocation:
     """How a model is called with a batch, as people have it.
 
     A mapping gives keywords, a tuple or list arguments, anything else is one argument; if the model's forward takes
@@ -66,14 +66,14 @@ def read_batch(batch: Any, loss: Callable[..., Tensor] | None, model: nn.Module)
     if loss is None and is_lightning(model):
         step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
         args = (batch, 0) if binds(step, (batch, 0), {}) else (batch,)
-        return Call(function=step, args=args, doubt=doubt_trainer(model))
+        return Invocation(function=step, args=args, doubt=doubt_trainer(model))
     if loss is None or count_arguments(loss) < 2:  # noqa: PLR2004
         return _call_with(model, batch, loss)
     inputs, target = _take_target(batch, model)
     return _call_with(model, inputs, lambda output: loss(output, target))
 
 
-def read_step(batch: Any, step: Callable[..., Any]) -> Call:
+def read_step(batch: Any, step: Callable[..., Any]) -> Invocation:
     """How a step of the user's is called with a batch: with the whole if it takes it, else with its parts.
 
     A mapping gives keywords if the step has arguments of these names.
@@ -98,7 +98,7 @@ def read_step(batch: Any, step: Callable[..., Any]) -> Call:
                 f"recollect.fit called step={name}{_signature_of(step)} with the whole batch, {describe(batch)}: "
                 "if it is to get the parts, let it take them without defaults"
             )
-            return Call(function=step, args=args, kwargs=kwargs, doubt=doubt if has_parts else "")
+            return Invocation(function=step, args=args, kwargs=kwargs, doubt=doubt if has_parts else "")
     message = (
         f"step={name}{_signature_of(step)} cannot be called with this batch, {describe(batch)}: expected a "
         "function that takes the batch, its parts, or nothing"
@@ -132,8 +132,8 @@ def describe(batch: Any) -> str:
     return "None" if batch is None else with_article(type(batch).__name__)
 
 
-def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Call:
-    call = Call(function=model, loss=loss)
+def _call_with(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Invocation:
+    call = Invocation(function=model, loss=loss)
     forward = inner_forward(model)
     if batch is None:
         doubt = f"recollect.fit was given no batch for {type(model).__name__}.forward{_signature_of(forward)}: pass one"

@@ -15,7 +15,7 @@ from recollect._apply.function import name_of
 from recollect._apply.targets import by_name, find_targets
 from recollect._core.calls import Category, Phase
 from recollect._core.profiles import Profile
-from recollect._fit.batches import Call
+from recollect._fit.batches import Invocation
 from recollect._fit.clearing import Clearing
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
@@ -59,7 +59,7 @@ class Runner:
     def __init__(
         self,
         model: nn.Module,
-        call: Call,
+        call: Invocation,
         optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
         *,
         has_gradients: bool = False,

@@ -18,7 +18,7 @@ from recollect._plan.frontier import Frontier, find_frontier
 from recollect._plan.overheads import USUAL, USUAL_ON_DEVICE, Overhead
 from recollect._plan.problem import Problem
 from recollect._plan.segments import find_chains
-from recollect._plan.solvers.bound import Bound
+from recollect._plan.solvers.bound import LowerBound
 from recollect._plan.tiers import DISK, TIERS, read_tiers, spell_tiers
 from recollect._plan.ways import cuts_by_choice
 from recollect._profile.links import measure_disk, measure_pinned
@@ -57,9 +57,9 @@ class Work:
         return any(cuts_by_choice(self.problem, run) for chain in chains[:1] for one in chain for run in one.runs)
 
     @functools.cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> LowerBound:
         """Tells what no plan that only recomputes can beat."""
-        return Bound(self.problem)
+        return LowerBound(self.problem)
 
 
 def _find_overheads(problem: Problem) -> Mapping[str, Overhead]:

@@ -20,7 +20,8 @@ from recollect._profile.capture import Capture
 from recollect._profile.storage_log import BEFORE
 
 if TYPE_CHECKING:
-    from recollect._profile.optimizer import Kind, Shadow  # not at import: fake tensors bring much of torch along
+    # Not at import: fake tensors bring much of torch along.
+    from recollect._profile.optimizer import OptimizerLike, Shadow
 
 
 class OptimizerSteps:
@@ -47,7 +48,7 @@ class OptimizerSteps:
         *,
         modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        kind: Kind | None,
+        kind: OptimizerLike | None,
         is_cuda: bool,
         is_dry: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from recollect._core.torch_private.graph import Held
+from recollect._core.torch_private.graph import NodeValue
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._offload.parcels import tensors_here
 from recollect._recompute.frame import Frame
@@ -58,7 +58,7 @@ class _Opened:
     is_forgotten: bool
 
 
-def _open(value: Any, held: Held) -> _Opened | None:
+def _open(value: Any, held: NodeValue) -> _Opened | None:
     """What a packed object is, if a region packed it; None for what others made.
 
     Args:
@@ -77,10 +77,10 @@ def _list_metas(frame: Frame) -> dict[int, Meta]:
     return {index: meta for index, meta in enumerate(frame.metas) if meta is not None}
 
 
-def _list_held(frame: Frame) -> Iterator[Held]:
+def _list_held(frame: Frame) -> Iterator[NodeValue]:
     """What a frame itself holds to run again."""
     for what, value in frame.held_tensors():
-        yield Held(attribute=what, value=value, unpack_hook=None)
+        yield NodeValue(attribute=what, value=value, unpack_hook=None)
 
 
 class Packed:
@@ -92,7 +92,7 @@ class Packed:
     def __init__(self) -> None:
         self._metas: WeakKeyDictionary[Frame, dict[int, Meta]] = WeakKeyDictionary()
 
-    def parts(self, held: Held) -> Iterator[Part]:
+    def parts(self, held: NodeValue) -> Iterator[Part]:
         """What is behind one saved tensor; one part without a tensor where hooks of others made something else of it.
 
         A value that a backward pass has used up, and whose region has let go of it, has no parts.
@@ -111,7 +111,7 @@ class Packed:
         if not found:
             yield Part()
 
-    def tensors(self, held: Held) -> Iterator[Tensor]:
+    def tensors(self, held: NodeValue) -> Iterator[Tensor]:
         """The tensors among these parts."""
         return (part.tensor for part in self.parts(held) if part.tensor is not None)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect._core.torch_private.graph import Held, is_parameter, leaf_of, read_node, walk
+from recollect._core.torch_private.graph import NodeValue, is_parameter, leaf_of, read_node, walk
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._core.units import count_noun, format_bytes
 from recollect._inspect.packed import Packed, Part
@@ -203,7 +203,7 @@ class _Survey:
     def add_parameter(self, leaf: Tensor) -> None:
         self._parameters.append(leaf)
 
-    def add_saved(self, node: str, held: Held) -> None:
+    def add_saved(self, node: str, held: NodeValue) -> None:
         """A node holds this."""
         hook = held.unpack_hook
         is_ours = hook is None or (getattr(hook, "__module__", None) or "").startswith("recollect.")

@@ -50,7 +50,7 @@ from recollect._selective.replay import replay_here
 
 if TYPE_CHECKING:
     from recollect._profile.dry.step import DryStep
-    from recollect._profile.optimizer import Kind
+    from recollect._profile.optimizer import OptimizerLike
 
 _REHEARSALS = 2  # after a first step, which is watched; regions under policies replay from the fourth call on at latest
 _CUDA_ROUNDING = 512
@@ -95,7 +95,7 @@ class StepProfiler:
         *,
         inputs: Any = (),
         name: str = "",
-        optimizer: Kind | None = None,
+        optimizer: OptimizerLike | None = None,
         dry: DryStep | None = None,
         restores: bool = True,
         progress: Callable[[int, int | None], None] | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recollect._core.units import count_noun, format_bytes
-from recollect._offload.streams import Clock, Mark, Times
+from recollect._offload.streams import Mark, StreamClock, Times
 
 _SHORTEST_S = 1e-3  # a wait worth a word
 
@@ -109,11 +109,11 @@ class Accounts:
         self.measures = measures
         self.out_times: Times | None = [] if measures else None
         self.back_times: Times | None = [] if measures else None
-        self.stalls: list[tuple[Clock, Mark, Mark]] = []
+        self.stalls: list[tuple[StreamClock, Mark, Mark]] = []
         self.values = self.out_bytes = self.back_bytes = self.stayed_bytes = 0
         self.host_stall_s = 0.0
 
-    def note_stall(self, clock: Clock, start: Mark, end: Mark) -> None:
+    def note_stall(self, clock: StreamClock, start: Mark, end: Mark) -> None:
         """The computing stream waited."""
         if self.measures:
             self.stalls.append((clock, start, end))
@@ -134,7 +134,7 @@ class Accounts:
         """How long each wait was; all of them must be over."""
         return [clock.seconds(start, end) for clock, start, end in self.stalls]
 
-    def speeds(self, clock: Clock) -> tuple[float | None, float | None, float]:
+    def speeds(self, clock: StreamClock) -> tuple[float | None, float | None, float]:
         """Bytes per second out and back, of the slowest part of the way, and what the copies took in all."""
         out, out_s = _speed(_finished(clock, self.out_times or ()))
         back, back_s = _speed(_finished(clock, self.back_times or ()))
@@ -143,7 +143,7 @@ class Accounts:
         return _slower(out, written), _slower(back, read), max(out_s, written_s) + max(back_s, read_s)
 
 
-def _finished(clock: Clock, times: Iterable[tuple[int, Mark, Mark]]) -> list[tuple[int, float]]:
+def _finished(clock: StreamClock, times: Iterable[tuple[int, Mark, Mark]]) -> list[tuple[int, float]]:
     """Copies that are done. What was fetched and never asked for may still be on its way."""
     return [(size, clock.seconds(start, end)) for size, start, end in times if clock.is_past(end)]
 

@@ -11,7 +11,7 @@ from recollect._core.torch_private.engine import next_sequence
 from recollect._core.torch_private.storages import count_holders
 from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Parcel
-from recollect._offload.steps import Step
+from recollect._offload.steps import SeenStep
 from recollect._offload.transfers import Transfers
 
 _ALONE = 1  # holders of a storage when only our alias is left
@@ -48,7 +48,7 @@ class Departures:
         self.is_due = False
         self.waiting: list[ref[Parcel]] = []
 
-    def begin(self, step: Step, parcel: Parcel, sequence: int | None) -> None:
+    def begin(self, step: SeenStep, parcel: Parcel, sequence: int | None) -> None:
         """A new value: send it, keep it, or let it wait for the operator of that sequence number to run.
 
         Operators may write into what they have saved, RReLU into its noise; but not into values with a history, which
@@ -71,7 +71,7 @@ class Departures:
             self._let_go(step, due or ())
         self._begun = self._transfers.turn
 
-    def pass_by(self, step: Step) -> None:
+    def pass_by(self, step: SeenStep) -> None:
         """Forward passes a place without saving anything: let go of what will have left by now."""
         due = step.passes.get(step.passed)
         step.passed += 1
@@ -81,7 +81,7 @@ class Departures:
         if due is not None or step.late:
             self._let_go(step, due or ())
 
-    def _sends(self, step: Step, parcel: Parcel) -> bool:
+    def _sends(self, step: SeenStep, parcel: Parcel) -> bool:
         """Whether to send a value about which nothing is known yet."""
         if self._waits:
             return True
@@ -149,7 +149,7 @@ class Departures:
         if self._waits and parcels and transfers.leaving_bytes > self._in_flight:
             self._keep_in_flight(parcels[-1].step)
 
-    def _keep_in_flight(self, step: Step) -> None:
+    def _keep_in_flight(self, step: SeenStep) -> None:
         """Wait for the oldest copies while too many are on their way."""
         while self._transfers.leaving_bytes > self._in_flight and len(step.leaving) > 1:
             oldest = step.parcels[step.leaving.popleft()]()
@@ -157,7 +157,7 @@ class Departures:
                 self._transfers.note_written(oldest)
                 self._transfers.release((oldest,))
 
-    def release_done(self, step: Step) -> None:
+    def release_done(self, step: SeenStep) -> None:
         """Let go of what has left meanwhile, without waiting."""
         leaving = step.leaving
         while leaving:
@@ -169,7 +169,7 @@ class Departures:
                 self._transfers.release((oldest,))
             leaving.popleft()
 
-    def release_late(self, step: Step) -> None:
+    def release_late(self, step: SeenStep) -> None:
         """Let go of what was to be let go before it had left; what comes after waits for it.
 
         Small values go when they have left: nothing waits for them.
@@ -181,7 +181,7 @@ class Departures:
             self._transfers.release(step.live(step.late))
             step.late = []
 
-    def _let_go(self, step: Step, numbers: Sequence[int]) -> None:
+    def _let_go(self, step: SeenStep, numbers: Sequence[int]) -> None:
         """Let go of the memory of what will have left by now, as the timetable has it.
 
         A copy that has only just begun is not waited for, but at the next value: it was to begin earlier. Nor is that

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from recollect._core.timetables import SeenValue, Speeds, Timetable, make_timetable
 from recollect._offload.accounts import Accounts, OffloadReport
 from recollect._offload.compression import Compression
-from recollect._offload.steps import Lesson, Lessons, Step
-from recollect._offload.streams import Clock
+from recollect._offload.steps import Lesson, Lessons, SeenStep
+from recollect._offload.streams import StreamClock
 from recollect._offload.transfers import Transfers
 
 _log = logging.getLogger("recollect")
@@ -67,7 +67,7 @@ class Learner:
         self.steps += 1
         return self.steps <= MEASURED_STEPS or self.steps % _MEASURED_EVERY == 0
 
-    def close(self, step: Step, *, waits: bool) -> bool:
+    def close(self, step: SeenStep, *, waits: bool) -> bool:
         """Learn from a step, unless its marks have not been reached and nobody wants to wait; says whether it did."""
         if step.is_closed:
             return True
@@ -87,7 +87,7 @@ class Learner:
             self._counted = (self.steps, accounts)
         return True
 
-    def _measure(self, step: Step, clock: Clock) -> None:
+    def _measure(self, step: SeenStep, clock: StreamClock) -> None:
         accounts = step.accounts
         stalls_s = accounts.stall_seconds()
         values = step.seen(stalls_s)
@@ -108,7 +108,7 @@ class Learner:
         )
         self.slow_steps = self.slow_steps + 1 if self._measured.is_slower_than_recomputing else 0
 
-    def _learn(self, step: Step, values: tuple[SeenValue, ...], passes_s: tuple[float, ...], seen: Speeds) -> None:
+    def _learn(self, step: SeenStep, values: tuple[SeenValue, ...], passes_s: tuple[float, ...], seen: Speeds) -> None:
         """Of speeds those that are 0 were not seen."""
         known = self.lessons.about(tuple(step.kinds))
         out = seen.out or (known.speeds.out if known is not None else 0.0)

@@ -19,7 +19,7 @@ from recollect._offload.kinds import Kind
 if TYPE_CHECKING:
     from recollect._offload.jobs import ReadJob, WriteJob
     from recollect._offload.pinned import Buffer
-    from recollect._offload.steps import Step
+    from recollect._offload.steps import SeenStep
 
 
 class Parcel:
@@ -85,7 +85,9 @@ class Parcel:
         "written",
     )
 
-    def __init__(self, tensor: Tensor, storage: ref[torch.UntypedStorage], kind: Kind, step: Step, number: int) -> None:
+    def __init__(
+        self, tensor: Tensor, storage: ref[torch.UntypedStorage], kind: Kind, step: SeenStep, number: int
+    ) -> None:
         self.is_constant = self.is_changed = self.is_used = False
         self.stays = self.is_leaving = self.is_flying = self.goes_on = False
         self.users, self.asked, self.turn, self.pass_id = 1, 0, 0, -1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from recollect._core.torch_private.engine import current_pass, when_pass_ends
 from recollect._offload.learning import SessionOptions
 from recollect._offload.parcels import Parcel
-from recollect._offload.steps import Step
+from recollect._offload.steps import SeenStep
 from recollect._offload.transfers import Transfers
 
 _NO_PASS = -1
@@ -28,7 +28,7 @@ class Returns:
         self._in_flight, self._waits, self._transfers = options.in_flight, options.waits, transfers
         self._end_pass = end_pass
         self._pass_id = _NO_PASS
-        self._steps: set[Step] = set()  # whose values came back since the last pass
+        self._steps: set[SeenStep] = set()  # whose values came back since the last pass
 
     def note_asked(self, parcel: Parcel) -> None:
         """A saved tensor is asked for."""
@@ -61,7 +61,7 @@ class Returns:
             parcel.is_flying = False
             step.flying_bytes -= parcel.kind.size
 
-    def _go_on(self, step: Step) -> None:
+    def _go_on(self, step: SeenStep) -> None:
         """What a slower tier has given back meanwhile goes on to the device."""
         ready = [
             parcel
@@ -71,7 +71,7 @@ class Returns:
         step.flying.difference_update(parcel.number for parcel in ready)
         self._transfers.fetch(ready)
 
-    def _fetch_ahead(self, step: Step) -> None:
+    def _fetch_ahead(self, step: SeenStep) -> None:
         # Late in backward there is room enough for what a timetable has chosen not to wait for.
         is_bounded = self._waits or step.sends is None
         due, parcels, flying_bytes = step.due, step.parcels, step.flying_bytes

@@ -34,8 +34,8 @@ from recollect._offload.kinds import Kind, Kinds
 from recollect._offload.learning import MEASURED_STEPS, Learner, SessionOptions
 from recollect._offload.parcels import Parcel, ParcelView, Stayed
 from recollect._offload.returns import Returns
-from recollect._offload.steps import Step
-from recollect._offload.streams import Clock
+from recollect._offload.steps import SeenStep
+from recollect._offload.streams import StreamClock
 from recollect._offload.transfers import Transfers
 
 _log = logging.getLogger("recollect")
@@ -66,13 +66,13 @@ class Session:
         self._min_bytes = options.min_bytes
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release  # half the cost of `with`, 0.15 µs
-        self._step: Step | None = None
+        self._step: SeenStep | None = None
         self._known: dict[int, ref[Parcel]] = {}  # by id of the storage
         self._kinds = Kinds(options.compression)
         self._departures = Departures(options, transfers)
         self._returns = Returns(options, transfers, self._end_pass)
         self._learner = Learner(tier, options, transfers)
-        self._unclosed: deque[Step] = deque(maxlen=MEASURED_STEPS)  # whose times cannot be read yet
+        self._unclosed: deque[SeenStep] = deque(maxlen=MEASURED_STEPS)  # whose times cannot be read yet
         self._notices = transfers.notices
         self._has_logged = self._has_warned = is_quiet
 
@@ -225,7 +225,7 @@ class Session:
         return self._send_off(tensor, storage, kind, step, sequence)
 
     def _send_off(
-        self, tensor: Tensor, storage: torch.UntypedStorage, kind: Kind, step: Step, sequence: int | None
+        self, tensor: Tensor, storage: torch.UntypedStorage, kind: Kind, step: SeenStep, sequence: int | None
     ) -> Parcel:
         """A value that nobody has saved before, as the next of a step."""
         parcel = Parcel(tensor, ref(storage), kind, step, len(step.parcels))
@@ -239,7 +239,7 @@ class Session:
         self._departures.begin(step, parcel, sequence)
         return parcel
 
-    def _open_step(self) -> Step:
+    def _open_step(self) -> SeenStep:
         if self._step is not None:
             self._unclosed.append(self._step)
         is_learning = self._learner.is_learning
@@ -251,7 +251,7 @@ class Session:
         self.transfers.accounts = Accounts(measures=is_measured)
         if self._step is not None and len(self._known) > 2 * len(self._step.parcels) + _FORGOTTEN:
             self._known = {key: known for key, known in self._known.items() if known() is not None}
-        self._step = Step(self.transfers)
+        self._step = SeenStep(self.transfers)
         return self._step
 
     # Backward.
@@ -290,7 +290,7 @@ class Session:
             stream = None if parcel.lanes is None else parcel.lanes.current()
             step.note_used(parcel.number, self._clock_of(parcel), stream)
 
-    def _begin_backward(self, step: Step) -> None:
+    def _begin_backward(self, step: SeenStep) -> None:
         self._departures.release_late(step)
         if step.sends is None or len(step.parcels) != len(step.sends):
             step.follow(None)
@@ -307,7 +307,7 @@ class Session:
                 self._learner.close(step, waits=True)
         self._tell()
 
-    def _clock_of(self, parcel: Parcel) -> Clock:
+    def _clock_of(self, parcel: Parcel) -> StreamClock:
         return self.transfers.host_clock if parcel.lanes is None else parcel.lanes.clock
 
     # Words.

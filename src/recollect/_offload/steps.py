@@ -18,7 +18,7 @@ from recollect._core.timetables import SeenValue, Speeds, Timetable
 if TYPE_CHECKING:
     from recollect._offload.kinds import Kind
     from recollect._offload.parcels import Parcel
-    from recollect._offload.streams import Clock, Mark
+    from recollect._offload.streams import Mark, StreamClock
     from recollect._offload.transfers import Transfers
 
 _MOST_LESSONS = 8
@@ -71,7 +71,7 @@ class Lessons:
         return next((one for one in self._all if one.kinds == kinds), None)
 
 
-class Step:
+class SeenStep:
     """One step, as it is seen.
 
     Attributes:
@@ -107,7 +107,7 @@ class Step:
         self.late: list[int] = []
         self.small: list[int] = []
         self.held: set[int] = set()
-        self.clock: Clock | None = None
+        self.clock: StreamClock | None = None
         self.is_closed = False
         self.passed = 0
         self._passed: list[tuple[Mark, int]] = []
@@ -135,7 +135,7 @@ class Step:
         """What it is to do, if it is foreseen."""
         return None if self.lesson is None else self.lesson.timetable
 
-    def note_made(self, parcel: Parcel, clock: Clock) -> None:
+    def note_made(self, parcel: Parcel, clock: StreamClock) -> None:
         """A value is saved."""
         self.clock, self._stream = clock, parcel.stream
         self._made.append((clock.mark(parcel.stream), len(self.accounts.stalls)))
@@ -146,7 +146,7 @@ class Step:
         if self.clock is not None:
             self._passed.append((self.clock.mark(self._stream), len(self.accounts.stalls)))
 
-    def note_used(self, number: int, clock: Clock, stream: Any) -> None:
+    def note_used(self, number: int, clock: StreamClock, stream: Any) -> None:
         """Backward asks for a value for the first time."""
         if number not in self._asked:
             self._asked[number] = (clock.mark(stream), len(self.accounts.stalls))

@@ -36,7 +36,7 @@ class Lanes(Protocol):
         clock: tells the time of streams.
     """
 
-    clock: Clock
+    clock: StreamClock
 
     def current(self) -> Any:
         """The stream that computes on this thread now; the same object each time, if that can be."""
@@ -95,7 +95,7 @@ class DeviceLanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = _Lane(device), _Lane(device)
-        self.clock: Clock = DeviceClock(device)
+        self.clock: StreamClock = DeviceClock(device)
         self.current = stream_reader(device)
         # Waiting for an event means waiting for what it was recorded on last, so one serves all.
         self._here = torch.Event(device)
@@ -229,7 +229,7 @@ class LaneMark:
         return self.event.query()
 
 
-class Clock(Protocol):
+class StreamClock(Protocol):
     """Tells the time of a stream's work."""
 
     def mark(self, stream: Any) -> Mark:

@@ -20,21 +20,21 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 _SOON = 16  # operators after one that has read the old values, in which a tensor is looked at
 
 
-class Memories:
+class TensorMemories:
     """The memory of tensors by tensor; iterates over all of them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Memory] = {}
-        self._by_storage: dict[int, Memory] = {}
+        self._known: dict[int, TensorMemory] = {}
+        self._by_storage: dict[int, TensorMemory] = {}
         self._read: dict[int, int] = {}  # what may be exchanged soon, by storage: how often it will still be looked at
 
-    def __iter__(self) -> Iterator[Memory]:
+    def __iter__(self) -> Iterator[TensorMemory]:
         return iter(self._known.values())
 
     def add(self, tensor: Tensor) -> None:
         """Know what memory a tensor has; the first time counts."""
         if id(tensor) not in self._known:
-            memory = self._known[id(tensor)] = Memory(tensor)
+            memory = self._known[id(tensor)] = TensorMemory(tensor)
             storages = storages_of(tensor)
             if len(storages) == 1:
                 self._by_storage[id(storages[0][0])] = memory
@@ -56,7 +56,7 @@ class Memories:
                 del self._read[key]
 
 
-class Memory:
+class TensorMemory:
     """The memory that a parameter or buffer had, how often it had been written into, and whether it was trained."""
 
     __slots__ = ("_before", "_copy", "_requires_grad", "_version", "tensor")

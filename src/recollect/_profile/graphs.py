@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from recollect._core.torch_private.engine import sequence_of
-from recollect._core.torch_private.graph import Held, leaf_of, read_node, walk
+from recollect._core.torch_private.graph import NodeValue, leaf_of, read_node, walk
 from recollect._profile.raw import RawSaved
 
-Unfold = Callable[[Held], Iterable[Tensor]]
+Unfold = Callable[[NodeValue], Iterable[Tensor]]
 """The tensors behind a saved one, which hooks may have packed; how regions hold theirs is not known here."""
 
 NumbersOf = Callable[[Tensor], list[int]]

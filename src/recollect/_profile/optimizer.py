@@ -35,7 +35,7 @@ from recollect._profile.fakes import Fakes
 from recollect._profile.raw import IS_SHADOW
 from recollect._profile.snapshot import optimizers_in
 
-Kind = torch.optim.Optimizer | type[torch.optim.Optimizer]
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer]
 FakeOf = Callable[[Tensor], Tensor]
 _WAS_CALLED = "_opt_called"
 _CHANGED = ("step", _WAS_CALLED)
@@ -82,7 +82,7 @@ class Shadow:
 
 
 @contextmanager
-def shadow_of(optimizer: Kind, parameters: Iterable[Tensor], *, on_cuda: bool) -> Generator[Shadow]:
+def shadow_of(optimizer: OptimizerLike, parameters: Iterable[Tensor], *, on_cuda: bool) -> Generator[Shadow]:
     """Let an optimizer, or one that its class would make with its defaults, step on fake tensors.
 
     Args:
@@ -110,7 +110,7 @@ def shadow_of(optimizer: Kind, parameters: Iterable[Tensor], *, on_cuda: bool) -
 
 def _cast(
     name: str,
-    optimizer: Kind,
+    optimizer: OptimizerLike,
     real: list[Tensor],
     fakes: Fakes,
     mode: AbstractContextManager[Any],
@@ -239,7 +239,7 @@ def _try_step(optimizer: torch.optim.Optimizer) -> Exception | None:
     return None
 
 
-def _prepare(shadow: Shadow, optimizer: Kind, fake_of: FakeOf, *, on_cuda: bool) -> None:
+def _prepare(shadow: Shadow, optimizer: OptimizerLike, fake_of: FakeOf, *, on_cuda: bool) -> None:
     """Make the optimizer that steps, and its state."""
     parameters = [fake for fake, _ in shadow.known]
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._profile.attributes import PARTS_AND_HOOKS, Attributes
 from recollect._profile.contents import Contents
-from recollect._profile.exchanged import Memories
+from recollect._profile.exchanged import TensorMemories
 from recollect._profile.storages import Found, storages_of
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -35,7 +35,7 @@ class Snapshot:
         self._initialised: dict[int, ref[torch.UntypedStorage]] = {}
         self._gradients: dict[int, _Gradient] = {}
         self._attributes = Attributes()
-        self.memories = Memories()
+        self.memories = TensorMemories()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 

@@ -15,7 +15,7 @@ from recollect._selective.outlines import Outline
 from recollect._selective.program import HELD, Cast, HeldCast, Inner, Program
 
 if TYPE_CHECKING:
-    from recollect._selective.recorded import RecordedCall, Saved
+    from recollect._selective.recorded import RecordedCall, SavedTensor
     from recollect._selective.recording import Recording
 
 # Autocast casts all that these are given: given a cast, they do the same.
@@ -29,7 +29,7 @@ _CASTING = frozenset(
 )
 
 
-def hold_casts(raw: Program, held: list[Any], kept: set[int], saved: list[Saved]) -> None:
+def hold_casts(raw: Program, held: list[Any], kept: set[int], saved: list[SavedTensor]) -> None:
     """Hold casts of kept values instead of the values, where nothing but casts is asked for and they take no more.
 
     Products that are made again may take a value too: they are given the cast in its place.
@@ -73,7 +73,7 @@ def hold_casts(raw: Program, held: list[Any], kept: set[int], saved: list[Saved]
             raw.sources[at] = HELD
 
 
-def hold_weight_casts(raw: Program, held: list[Any], saved: list[Saved]) -> None:
+def hold_weight_casts(raw: Program, held: list[Any], saved: list[SavedTensor]) -> None:
     """Hold what products have made of parameters, as a plain step does; products that are made again are given it.
 
     Args:

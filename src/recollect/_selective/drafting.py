@@ -19,7 +19,7 @@ from recollect._selective.recording import WRITES
 from recollect._selective.renumbering import Renumbering
 
 if TYPE_CHECKING:
-    from recollect._selective.recorded import RecordedCall, Saved
+    from recollect._selective.recorded import RecordedCall, SavedTensor
     from recollect._selective.recording import Recording
 
 
@@ -52,11 +52,11 @@ class Draft:
         self.recording = recording
         self.kept_inside: set[int] = set()
 
-    def saved_inside(self, entry: RecordedCall) -> list[tuple[int, Saved]]:
+    def saved_inside(self, entry: RecordedCall) -> list[tuple[int, SavedTensor]]:
         """What a call saved of its own, by index."""
         return [(at, one) for at, one in enumerate(self.recording.saved) if one.owner is entry and one.base is None]
 
-    def _trace(self, saved: Saved) -> Source | None:
+    def _trace(self, saved: SavedTensor) -> Source | None:
         """The number of a saved tensor, or of what it is a view of; None if it was made inside its call."""
         if saved.base is None or saved.is_base:
             return saved.base

@@ -44,7 +44,7 @@ class Slipped(MismatchError):  # noqa: N818 (never leaves the frame)
     """Kept operators are not served as they were kept; whoever recomputes may do it again without serving any."""
 
 
-class Tally:
+class KeptCount:
     """How many operators were kept, as a check: recomputation must be served as many, at each saved tensor.
 
     Else forward ran kept operators that recomputation does not run, a warm-up or the filling of a cache, and from there
@@ -92,7 +92,7 @@ class KeptCalls:
     def __init__(self, region: str, inside: KeptInside | None = None, *, preserves: bool = True) -> None:
         self.region, self.inside, self.preserves = region, inside, preserves
         self.calls: dict[Key, KeptCall] = {}
-        self.tally = Tally()
+        self.tally = KeptCount()
         self._is_packed = self.offloads = False
 
     def offloader(self) -> Offload:

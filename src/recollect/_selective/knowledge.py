@@ -29,7 +29,7 @@ _SIZES_LEARNED = 2
 TALKS_AT_TIMES = "it communicates with other processes in some calls and not in others"
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What makes two calls the same: training mode; shapes and dtypes of tensors, flags and texts, types of the rest.
 
     Attributes:
@@ -64,7 +64,7 @@ class Knowledge:
         self.region = region
         self.talks_at_times = False
         self._roots = [ref(root) for root in roots]
-        self.by_kind: dict[Kind, Decisions] = {}
+        self.by_kind: dict[CallKind, Decisions] = {}
         self._varying: dict[tuple[Any, ...], Decisions] = {}
         self.wanted = self._find_blocks(roots)
         step_aside_for_compiled_code()
@@ -121,12 +121,12 @@ class Knowledge:
         """What finds paths relative to the region's modules."""
         return Places("", [root for weak in self._roots if (root := weak()) is not None])
 
-    def decisions_for(self, kind: Kind) -> Decisions:
+    def decisions_for(self, kind: CallKind) -> Decisions:
         """The decisions of one kind of call."""
         found = self.by_kind.get(kind)
         return self._new_decisions(kind) if found is None else found
 
-    def _new_decisions(self, kind: Kind) -> Decisions:
+    def _new_decisions(self, kind: CallKind) -> Decisions:
         """For a size that was not met before: that of calls of any size, once there were several that differ in it."""
         form = kind.form
         if form in self._varying:

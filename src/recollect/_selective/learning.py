@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recollect._core.authors import Role
-from recollect._core.pace import FOLLOWED, SERVED, SURELY_SERVED, TODAYS, Speeds, is_bound_by_host
+from recollect._core.pace import FOLLOWED, SERVED, SURELY_SERVED, TODAYS, DeviceSpeeds, is_bound_by_host
 from recollect._core.torch_private.dispatch import without_dispatch_modes
 from recollect._core.torch_private.precision import has_tf32_products
 from recollect._recompute.handles import find_live
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from recollect._selective.asking import Asker
     from recollect._selective.decisions import Decisions
     from recollect._selective.knowledge import Knowledge
-    from recollect._selective.recorded import Saved
+    from recollect._selective.recorded import SavedTensor
     from recollect._selective.recording import Recording
 
 __recollect_role__ = Role.REGION
@@ -97,7 +97,7 @@ def _device_of(frame: Frame) -> torch.device | None:
     return None if meta is None else meta[2]
 
 
-def _speeds_of(frame: Frame) -> Speeds | None:
+def _speeds_of(frame: Frame) -> DeviceSpeeds | None:
     """How fast the region's accelerator is; None if nobody knows."""
     from recollect._profile.dry.roofline import find_device  # not at import: few regions are learned on a device
 
@@ -109,10 +109,10 @@ def _speeds_of(frame: Frame) -> Speeds | None:
     except ValueError:
         return None
     flops = {**known.flops, "float32": known.flops["tf32"]} if has_tf32_products() else known.flops
-    return Speeds(flops=flops, bandwidth=known.bandwidth)
+    return DeviceSpeeds(flops=flops, bandwidth=known.bandwidth)
 
 
-def _device_s(decisions: Decisions, speeds: Speeds) -> float:
+def _device_s(decisions: Decisions, speeds: DeviceSpeeds) -> float:
     """How long an accelerator takes for a region's calls."""
     flops: dict[str, int] = {}
     for line in decisions.lines:
@@ -144,7 +144,7 @@ def _try(frame: Frame, recording: Recording, program: Program, bound: Bound) -> 
             frame.held[index] = (value, value._version)  # noqa: SLF001
 
 
-def _replays_exactly(frame: Frame, saved: list[Saved], program: Program, bound: Bound) -> bool:
+def _replays_exactly(frame: Frame, saved: list[SavedTensor], program: Program, bound: Bound) -> bool:
     """Replay everything once and compare it, to the bit, with what forward saved.
 
     In the order of backward, and each value goes when it is compared: so this takes no more memory than backward will.

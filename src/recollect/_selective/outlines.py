@@ -114,7 +114,7 @@ def _pack(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-class Memories:
+class MetStorages:
     """The storages that a recording has met and does not hold."""
 
     def __init__(self) -> None:

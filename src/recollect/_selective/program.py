@@ -49,7 +49,7 @@ def fixed(value: Any) -> Any:
     raise Unfixed
 
 
-class Link(int):
+class Numbered(int):
     """Stands in an argument list for the tensor of this number."""
 
     __slots__ = ()
@@ -75,7 +75,7 @@ def template_of(value: Any, name: Callable[[Tensor], int]) -> Any:
         Unfixed: something in it may be changed by its owner.
     """
     if isinstance(value, Tensor):
-        return Link(name(value))
+        return Numbered(name(value))
     if isinstance(value, (list, tuple)) and tensors_in(value):
         return Listed(type(value), [template_of(item, name) for item in value])
     return fixed(value)
@@ -332,7 +332,7 @@ def hold(tensor: Tensor) -> Tensor:
 
 
 @final
-class Sent:
+class SentValue:
     """Stands for a kept value that lives elsewhere until backward.
 
     Attributes:
@@ -353,7 +353,7 @@ class Bound:
     """The tensors and values of one execution that follows a program: what replay starts from.
 
     Attributes:
-        held: by number: kept values (or `Sent` for one) and tensors from outside; views of others have none.
+        held: by number: kept values (or `SentValue` for one) and tensors from outside; views of others have none.
         versions: by number: of the tensors when they were bound.
         arguments: by call: its arguments with numbers in place of tensors, or only those that are not tensors.
         states: by call: where generators stood before it.
@@ -374,4 +374,4 @@ class Bound:
             for number in numbers:
                 value = self.held[number]
                 if value is not None and value._version == self.versions[number]:  # noqa: SLF001
-                    self.held[number] = Sent(pack(value), unpack)
+                    self.held[number] = SentValue(pack(value), unpack)

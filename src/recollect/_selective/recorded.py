@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recollect._selective.kept_call import States, has_same_bits
 from recollect._selective.outlines import Outline, TensorDigest
-from recollect._selective.program import NOWHERE, Cast, Link, Listed
+from recollect._selective.program import NOWHERE, Cast, Listed, Numbered
 
 
 class RecordedCall:
@@ -39,11 +39,11 @@ class RecordedCall:
     def is_plain(self) -> bool:
         """Whether its tensors stand on their own, and not in lists or keywords."""
         return not any(isinstance(value, Listed) for value in self.args) and not any(
-            isinstance(value, (Link, Listed)) for value in self.kwargs.values()
+            isinstance(value, (Numbered, Listed)) for value in self.kwargs.values()
         )
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """One saved tensor.
 
     Attributes:

@@ -32,15 +32,15 @@ from recollect._core.torch_private.functorch import is_tracked
 from recollect._recompute.hooks import read_meta
 from recollect._selective.casts import find_cast, is_weight
 from recollect._selective.kept_call import read_states, sources_of, version_of
-from recollect._selective.outlines import Memories, Outline, share_memory
+from recollect._selective.outlines import MetStorages, Outline, share_memory
 from recollect._selective.program import (
     NOWHERE,
     Cast,
-    Link,
+    Numbered,
     Unfixed,
     template_of,
 )
-from recollect._selective.recorded import RecordedCall, Saved
+from recollect._selective.recorded import RecordedCall, SavedTensor
 from recollect._selective.tensor_classes import TensorClasses
 
 BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -84,7 +84,7 @@ class Recording(FunctionMode):
         self.classes, self.keeps_casts = classes, keeps_casts
         self.entries: list[RecordedCall] = []
         self.tensors: list[Tensor | Outline] = []
-        self.saved: list[Saved] = []
+        self.saved: list[SavedTensor] = []
         self.why_broken: str | None = None
         self.is_paused = False
         self.current: RecordedCall | None = None
@@ -95,7 +95,7 @@ class Recording(FunctionMode):
         self.overwritten: set[int] = set()
         self._holds_all = holds_all or not classes.can_compare  # tensors without values take no memory
         self._refs: list[ref[Tensor]] = []
-        self._memories = Memories()
+        self._memories = MetStorages()
         self._held: set[int] = set()  # ids of storages that are held
         self._packed: list[tuple[Tensor, RecordedCall, int]] = []  # saved by calls that are not over yet
         self._autocast = any_autocast_enabled()
@@ -218,7 +218,7 @@ class Recording(FunctionMode):
         """A call updates statistics without a word: when it is made again, it is given copies of them."""
         known = [] if tensors is None else map(self.number_of, tensors)
         numbers = [NOWHERE if number is None else number for number in known]
-        alone = {value for value in (*entry.args, *entry.kwargs.values()) if isinstance(value, Link)}
+        alone = {value for value in (*entry.args, *entry.kwargs.values()) if isinstance(value, Numbered)}
         if tensors is None or not alone.issuperset(numbers):
             self.broken("it updates running statistics")
         entry.statistics = frozenset(numbers)
@@ -306,7 +306,7 @@ class Recording(FunctionMode):
         kept = self._remember(tensor, is_held=is_held)
         bits = self._memories.read_bits(tensor, kept) if isinstance(kept, Outline) else None
         is_base = base is not None and base == number
-        self.saved.append(Saved(kept, owner, place, base, is_base, read_meta(tensor), bits, cast))
+        self.saved.append(SavedTensor(kept, owner, place, base, is_base, read_meta(tensor), bits, cast))
 
     def _may_hold_cast(self, cast: Cast) -> bool:
         """Whether a cast may be held: of a weight, or in place of what was cast, if kept and no smaller."""
@@ -340,7 +340,7 @@ class Recording(FunctionMode):
         """Let every tensor go."""
         self.tensors, self.saved, self.entries, self.numbers = [], [], [], {}
         self.versions, self.makers, self._refs, self._packed = [], [], [], []
-        self._held, self._memories = set(), Memories()
+        self._held, self._memories = set(), MetStorages()
 
     # After forward.
     def check_versions(self) -> None:

@@ -17,7 +17,7 @@ from recollect._recompute.ambient import read_autocast
 from recollect._recompute.frame import Frame
 from recollect._recompute.region import Region
 from recollect._recompute.way import Options
-from recollect._selective.knowledge import Kind, Knowledge, are_apart, find_knowledge
+from recollect._selective.knowledge import CallKind, Knowledge, are_apart, find_knowledge
 from recollect._selective.plain import keeps_all, run_plain
 from recollect._selective.way import SelectiveWay
 
@@ -76,12 +76,12 @@ class SelectiveRegion(Region):
         return known
 
 
-def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+def _kind_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
     """What kind of call this is."""
     values = (*args, *kwargs.values())
     shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else _word(v) for v in values)
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", fn)  # of a module, a miss takes 3 µs
-    return Kind(getattr(owner, "training", None), shapes, read_autocast())
+    return CallKind(getattr(owner, "training", None), shapes, read_autocast())
 
 
 def _word(value: Any) -> Any:

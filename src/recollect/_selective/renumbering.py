@@ -11,8 +11,8 @@ from recollect._selective.program import (
     Cast,
     HeldCast,
     Inner,
-    Link,
     Listed,
+    Numbered,
     Program,
     Source,
     View,
@@ -134,11 +134,11 @@ class Renumbering:
             values = (*entry.args, *entry.kwargs.values())
             call.is_general = any(isinstance(value, Listed) for value in values)
             if not call.is_general:
-                call.names = tuple(name for name, value in entry.kwargs.items() if isinstance(value, Link))
+                call.names = tuple(name for name, value in entry.kwargs.items() if isinstance(value, Numbered))
                 places = enumerate((*entry.args, *(entry.kwargs[name] for name in call.names)))
-                links = [(place, new.get(value)) for place, value in places if isinstance(value, Link)]
+                links = [(place, new.get(value)) for place, value in places if isinstance(value, Numbered)]
                 call.tensors = tuple((place, number) for place, number in links if number is not None)
-                call.others = tuple(p for p, value in enumerate(entry.args) if not isinstance(value, Link))
+                call.others = tuple(p for p, value in enumerate(entry.args) if not isinstance(value, Numbered))
         return call
 
     def _arguments(self, call: Call, entry: RecordedCall) -> Any:
@@ -151,8 +151,8 @@ class Renumbering:
         return others, {name: value for name, value in entry.kwargs.items() if name not in call.names}
 
     def _renumber(self, value: Any) -> Any:
-        if isinstance(value, Link):
-            return Link(self._new[value])
+        if isinstance(value, Numbered):
+            return Numbered(self._new[value])
         if isinstance(value, Listed):
             return Listed(value.kind, [self._renumber(item) for item in value.items])
         return value

@@ -15,7 +15,7 @@ from recollect._core.torch_private.engine import pop_hooks, push_hooks, set_grad
 from recollect._recompute.hooks import same
 from recollect._recompute.oplog import describe_tensor
 from recollect._recompute.rng import put_back
-from recollect._selective.program import NOWHERE, Bound, Call, Cast, Inner, Link, Listed, Program, Sent, View
+from recollect._selective.program import NOWHERE, Bound, Call, Cast, Inner, Listed, Numbered, Program, SentValue, View
 
 _DEEPEST = 32  # calls that wait for each other before they are made in order
 
@@ -109,9 +109,9 @@ class Replay:
                 del values[number]
             return value
         bound = self._bound
-        held: Tensor | Sent | None = bound.held[number]
+        held: Tensor | SentValue | None = bound.held[number]
         if held is not None:
-            if type(held) is Sent:
+            if type(held) is SentValue:
                 return self._fetch(number, held)
             if held._version != bound.versions[number]:  # noqa: SLF001
                 self._refuse(number, held)
@@ -138,7 +138,7 @@ class Replay:
         self._depth -= 1
         return result
 
-    def _fetch(self, number: int, sent: Sent) -> Tensor:
+    def _fetch(self, number: int, sent: SentValue) -> Tensor:
         """A kept value that lives elsewhere: it comes once in each pass, and stays for its later users."""
         value = sent.fetch()
         if self._uses[number] > 0:
@@ -212,10 +212,10 @@ class Replay:
         """Give a call copies of statistics that it updates, and of what it overwrites if others will ask for that."""
         if call.is_general:
             for place, value in enumerate(stored[0]):
-                if type(value) is Link and value in call.scratch:
+                if type(value) is Numbered and value in call.scratch:
                     args[place] = args[place].clone()
             for name, value in stored[1].items():
-                if type(value) is Link and value in call.scratch:  # a flag is not a number, though True equals 1
+                if type(value) is Numbered and value in call.scratch:  # a flag is not a number, though True equals 1
                     kwargs[name] = kwargs[name].clone()
             return
         for place, number in call.tensors:
@@ -241,7 +241,7 @@ class Replay:
         return args, kwargs
 
     def _argument(self, value: Any) -> Any:
-        if type(value) is Link:
+        if type(value) is Numbered:
             return self._value(value)
         if type(value) is Listed:
             return value.make([self._argument(item) for item in value.items])

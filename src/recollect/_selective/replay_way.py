@@ -14,7 +14,7 @@ from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.frame import Frame
 from recollect._recompute.handles import find_live, is_live
 from recollect._recompute.surroundings import Surroundings
-from recollect._selective.program import Bound, Program, Sent
+from recollect._selective.program import Bound, Program, SentValue
 from recollect._selective.replay import Replay
 
 Fill = Callable[[int, Tensor], None]
@@ -59,7 +59,7 @@ class Replaying:
 
     def held(self, frame: Frame) -> list[tuple[str, Any]]:
         """What replay starts from, and what is not forgotten at all."""
-        held = (one.handle if isinstance(one, Sent) else one for one in self.bound.held if one is not None)
+        held = (one.handle if isinstance(one, SentValue) else one for one in self.bound.held if one is not None)
         found = [("kept", tensor) for tensor in held]
         return found + [("kept", tensor) for tensor, _ in (frame.held or {}).values()]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from recollect._core.authors import Role
 from recollect._core.torch_private.compiler import untraced
 from recollect._recompute.rerun import Rerun
-from recollect._selective.kept_calls import Tally
+from recollect._selective.kept_calls import KeptCount
 
 if TYPE_CHECKING:
     from recollect._recompute.frame import Frame
@@ -78,7 +78,7 @@ class ServedWay(Rerun):
 SERVED = ServedWay()
 
 
-def marking(pack: Pack, tally: Tally) -> Pack:
+def marking(pack: Pack, tally: KeptCount) -> Pack:
     """The pack hook of a forward in which the tally is noted at each saved tensor."""
     add_mark = tally.marks.append
 

@@ -30,7 +30,7 @@ _OPAQUE = frozenset({"CppFunction", "CopySlices"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class NodeValue:
     """One value that a node holds."""
 
     attribute: str
@@ -43,7 +43,7 @@ class NodeContents:
     """What can be said about one node."""
 
     name: str
-    held: tuple[Held, ...]
+    held: tuple[NodeValue, ...]
     is_freed: bool  # a backward pass has released what it had saved
     is_opaque: bool  # it may hold more than can be read from Python
 
@@ -84,7 +84,7 @@ def _raw_names(kind: Any) -> tuple[str, ...]:
 def read_node(node: Any) -> NodeContents:
     """What a node holds, as it lies there. Runs no hook; the values keep the tensors alive."""
     kind: Any = type(node)
-    held: list[Held] = []
+    held: list[NodeValue] = []
     is_freed = False
     is_opaque = kind.__name__ in _OPAQUE
     for name in _raw_names(kind):
@@ -102,7 +102,7 @@ def read_node(node: Any) -> NodeContents:
     return NodeContents(name=node.name().rpartition("::")[2], held=tuple(held), is_freed=is_freed, is_opaque=is_opaque)
 
 
-def _read_saved(node: Any, name: str) -> list[Held]:
+def _read_saved(node: Any, name: str) -> list[NodeValue]:
     """The values of one attribute.
 
     Raises:
@@ -119,14 +119,16 @@ def _read_saved(node: Any, name: str) -> list[Held]:
         # Never defined (an absent bias), or released? Only reading tells, and with no hook there nothing is unpacked.
         getattr(node, name.replace("_raw", "", 1))
     return [
-        Held(attribute=f"{label}[{index}]" if is_list else label, value=parts[index][0], unpack_hook=parts[index][1])
+        NodeValue(
+            attribute=f"{label}[{index}]" if is_list else label, value=parts[index][0], unpack_hook=parts[index][1]
+        )
         for index in present
     ]
 
 
-def _read_context(node: Any) -> Iterator[Held]:
+def _read_context(node: Any) -> Iterator[NodeValue]:
     """Tensors that a custom Function keeps outside of `save_for_backward`, as attributes or for forward mode."""
     for name, value in {**vars(node), "saved_for_forward": getattr(node, "saved_for_forward", None)}.items():
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         for index, tensor in enumerate(tensors):
-            yield Held(attribute=name if tensor is value else f"{name}[{index}]", value=tensor, unpack_hook=None)
+            yield NodeValue(attribute=name if tensor is value else f"{name}[{index}]", value=tensor, unpack_hook=None)

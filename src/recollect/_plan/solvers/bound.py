@@ -18,7 +18,7 @@ from recollect._plan.solvers.program import IntegerProgram
 _LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER, Category.OTHER)
 
 
-class Bound:
+class LowerBound:
     """The bound of one step, for any budget."""
 
     def __init__(self, problem: Problem) -> None:
