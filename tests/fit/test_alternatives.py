@@ -33,6 +33,20 @@ def test_each_is_what_a_plan_for_its_peak_promises(seen: Profile) -> None:
     assert (offered.peak_bytes, offered.step_s, offered.regions) == (made.peak_bytes, made.step_s, made.regions)
 
 
+def test_of_very_many_those_stay_that_standard_policies_are_compared_with(
+    seen: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recollect._fit.alternatives._MOST", 2)
+    forecast = recollect.plan(seen, budget="fastest").forecast
+    assert forecast is not None
+    assert forecast.policies
+    offered = list_alternatives(seen)
+    assert len(offered) < len(forecast.curve)
+    for policy in forecast.policies:
+        ours = next(one for one in offered if one.peak_bytes <= policy.peak_bytes)
+        assert ours.step_s <= policy.step_s, policy.name
+
+
 def test_the_memory_over_the_step_reaches_the_peak_and_ends_with_the_step(seen: Profile) -> None:
     for one in list_alternatives(seen):
         assert max(one.memory.bytes) == one.peak_bytes

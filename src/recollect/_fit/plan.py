@@ -220,9 +220,7 @@ def _write(work: Work, point: Point, asked: Budget, margin: int, name: str, tier
             peak_at=describe_call(problem, point.peak_call),
             curve=tuple(CurvePoint(peak_bytes=one.peak_bytes, step_s=one.step_s) for one in frontier.points),
             policies=tuple(
-                CurvePoint(peak_bytes=one.peak_bytes, step_s=one.step_s, name=one.name)
-                for one in frontier.candidates
-                if one.name not in ("plain", "planned")
+                CurvePoint(peak_bytes=one.peak_bytes, step_s=one.step_s, name=one.name) for one in frontier.standard
             ),
         ),
         fingerprint=take_fingerprint(profile),

@@ -20,6 +20,7 @@ from recollect._plan.segments import Segment, find_chains
 from recollect._plan.ways import can_replay
 
 _EXPECTED = 50  # candidates for each chain
+_PLAIN, _PLANNED = "plain", "planned"
 _REFINEMENTS, _FAR = 2, 60
 _STRIDE = 6  # of a recipe's budgets, at first
 _CLOSE = 0.004  # of the plain step: between two budgets at which a recipe is no closer to the frontier it is left alone
@@ -52,7 +53,7 @@ class Frontier:
 
     Attributes:
         points: these.
-        candidates: all that was judged, under its name: standard policies, for comparison.
+        candidates: all that was judged, under its name.
     """
 
     points: tuple[Point, ...]
@@ -61,6 +62,11 @@ class Frontier:
     def fastest_within(self, budget_bytes: int) -> Point | None:
         """The quickest that takes no more; None if none does."""
         return next((point for point in self.points if point.peak_bytes <= budget_bytes), None)
+
+    @property
+    def standard(self) -> tuple[Point, ...]:
+        """What standard policies give, for comparison."""
+        return tuple(point for point in self.candidates if point.name not in (_PLAIN, _PLANNED))
 
     @property
     def smallest(self) -> Point:
@@ -88,7 +94,7 @@ def find_frontier(
         progress: called with the number of candidates judged, and how many there will be at least.
     """
     search = _Search(problem, known, progress)
-    search.judge("plain", ())
+    search.judge(_PLAIN, ())
     chains = find_chains(problem)
     search.expected = len(chains) * _EXPECTED
     if all(can_replay(problem, segment.runs[0]) for chain in chains[:1] for segment in chain):
@@ -98,7 +104,7 @@ def find_frontier(
         for name, choice in candidates(chain) if candidates is not None and known is None else ():
             search.judge(name, choice)
         for choice in list_away(problem, chain):
-            search.judge("planned", choice)
+            search.judge(_PLANNED, choice)
     pace, tried = problem.prices.pace, set[Pace]()
     try:
         while wanted := search.find_paces().difference(tried):
@@ -158,7 +164,7 @@ class _Search:
         """Judge what recipes give for so many bytes."""
         points = []
         for recipe, wanted in wishes:
-            points.append(self.judge("planned", recipe.choose(wanted)))
+            points.append(self.judge(_PLANNED, recipe.choose(wanted)))
             self._recipes.setdefault(id(points[-1]), (recipe, wanted))
         return points
 
@@ -177,7 +183,7 @@ class _Search:
         """Judge what recipes along a chain give, from all that they may begin with."""
         for base in find_bases(self._problem, chain):
             rest = [segment for segment in chain if all(segment is not one for one, _ in base)]
-            self.judge("planned", base)
+            self.judge(_PLANNED, base)
             treated = [pair for segment, option in base for pair in option.treat(self._problem, segment)]
             plain = rehearse(self._problem, treated)
             for recipe in list_recipes(self._problem, rest, plain, base) if rest else ():
