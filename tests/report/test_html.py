@@ -17,6 +17,7 @@ from recollect._core.profiles import AllocatorEntry, Clock, ModuleEntry, Profile
 from recollect._core.units import format_bytes
 from recollect._report.answer import answer
 from recollect._report.html import write_html
+from recollect._report.palette import STACK
 from recollect._report.summary import find_peak, list_modules, list_saved
 from recollect._report.verdict import judge_allocator, judge_peak
 from tests.report.browser import LAPTOP, PHONE, Page
@@ -372,9 +373,10 @@ def test_the_axis_can_be_time(page: Page) -> None:
 
 def test_a_category_can_be_left_out_of_the_chart(page: Page) -> None:
     page.open(STEP)
-    assert len(page.all(".chart path.c1")) == 1
+    parameters = f".chart path.c{STACK.index(Category.PARAMETER)}"
+    assert len(page.all(parameters)) == 1
     page.click(".legend li:last-child button")
-    assert page.all(".chart path.c1") == []
+    assert page.all(parameters) == []
     assert page.one(".legend li:last-child button").get_attribute("aria-pressed") == "false"
     assert "parameters" not in page.column(".alive td")
 

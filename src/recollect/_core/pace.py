@@ -37,7 +37,7 @@ class DeviceSpeeds:
             flops: of the calls, by the dtype of what they give.
             result_bytes: of all that they give.
 
-        >>> Speeds().device_s(flops={"bfloat16": 10**12}, result_bytes=10**9)
+        >>> DeviceSpeeds().device_s(flops={"bfloat16": 10**12}, result_bytes=10**9)
         0.0035
         """
         slowest = min(self.flops.values())
