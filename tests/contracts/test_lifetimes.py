@@ -17,7 +17,7 @@ from recollect import compat
 from recollect._profile.memory import LiveBytes
 from tests.collecting import without_collector
 from tests.corpus import CASES, Batch, Call, Case, Pair
-from tests.watching import Region, Watched, backward, token_held_by
+from tests.watching import Region, Seen, Watched, backward, token_held_by
 
 
 @pytest.fixture(autouse=True)
@@ -641,20 +641,20 @@ def test_a_graph_that_a_function_puts_away_holds_nothing_else_that_was_recompute
 @pytest.mark.parametrize("engine", ["native", "to the end"])
 def test_a_graph_that_a_function_puts_away_lets_go_of_what_it_saved(engine: str) -> None:
     # As recurrent layers do that remember their last state, and blocks that show their attention.
-    away, watched = list[Tensor](), Watched()
+    away, watched = Seen[Tensor](), Watched()
 
     def fn(x: Tensor) -> Tensor:
         y = x.sin().exp()
         watched.show(**{f"{recollect.is_recomputing()}": y})
-        away[:] = [(y * y).sum()]
-        return away[0] * y.exp()
+        away.append((y * y).sum())
+        return away[-1] * y.exp()
 
     loss = NATIVE[engine](fn)(fresh()).sum()
     backward(loss)
     del loss
     assert not watched.alive
     with pytest.raises(recollect.CheckpointError, match="a graph that a recomputation made"):
-        away[0].backward()
+        away[1].backward()
 
 
 @pytest.mark.parametrize("engine", ["native", "to the end"])

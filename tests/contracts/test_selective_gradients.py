@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect import Decision, Site, policies
-from recollect._core.reachable import find_modules
+from recollect._core.reachable import find_held
 from recollect._policy.base import PolicyLike
 from tests.contracts.stepping import (
     Derive,
@@ -79,7 +79,7 @@ POLICIES: dict[str, PolicyLike] = {
 
 def submodules(fn: Callable[..., Any]) -> list[str]:
     """Paths of the modules that a policy can keep in a region of this function."""
-    roots, _, _ = find_modules(fn, ())
+    roots = find_held(fn).modules
     return sorted({path for root in roots for path, _ in root.named_modules() if path})
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from recollect._core.reachable import find_modules
+from recollect._core.reachable import find_held
 
 elsewhere = nn.Linear(2, 2)
 scale, Alias = 2.0, nn.Linear
@@ -36,15 +36,16 @@ class WithAKeywordDefault(nn.Module):
 
 def test_a_plain_forward_leads_to_its_module_alone() -> None:
     module = Plain()
-    assert find_modules(module.forward, ()) == ([module], [], [])
+    found = find_held(module.forward)
+    assert (found.modules, found.tensors, found.generators) == ([module], [], [])
 
 
 @pytest.mark.parametrize("kind", [NamingAGlobal, WithADefault, WithAKeywordDefault])
 def test_a_forward_leads_to_what_it_names_and_to_its_defaults(kind: type[nn.Module]) -> None:
     module = kind()
-    found, tensors, _ = find_modules(module.forward, ())
-    assert {id(one) for one in found} == {id(module), id(elsewhere)}
-    assert not tensors
+    found = find_held(module.forward)
+    assert {id(one) for one in found.modules} == {id(module), id(elsewhere)}
+    assert not found.tensors
 
 
 def name_a_global(x: Tensor) -> Tensor:
@@ -59,5 +60,5 @@ class CallingAFunction(nn.Module):
 
 def test_a_forward_leads_to_what_functions_that_it_names_lead_to() -> None:
     module = CallingAFunction()
-    found, _, _ = find_modules(module.forward, ())
-    assert {id(one) for one in found} == {id(module), id(elsewhere)}
+    found = find_held(module.forward)
+    assert {id(one) for one in found.modules} == {id(module), id(elsewhere)}

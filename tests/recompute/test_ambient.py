@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import recollect
 from recollect._core.torch_private.precision import matmul_precision
-from tests.watching import backward, what_is_in_force
+from tests.watching import Seen, backward, what_is_in_force
 
 
 class Scale(TorchFunctionMode):
@@ -90,7 +90,7 @@ def observe_step(
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Any, Any]:
     """What forward and recomputation see. Checks that recomputation leaves what it found."""
-    seen = []
+    seen = Seen[Any]()
     x = torch.ones(2, device="cpu", requires_grad=True)
 
     def fn(x: Tensor) -> Tensor:

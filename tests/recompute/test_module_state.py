@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import recollect
 import recollect.compat
-from recollect._core.reachable import find_modules
+from recollect._core.reachable import find_held
 from recollect._recompute.updates import _learned
 from tests.watching import backward
 
@@ -381,7 +381,76 @@ def test_registered_state_changes_once_until_the_registration_is_removed(inherit
         assert (module.means, module.by_name) == (means, by_name)
         assert module.means is means
     backward(recollect.checkpoint(module)(x).sum())
-    assert (module.calls, len(module.means), module.by_name) == (3, 4, {"x": 4})
+    assert (module.calls, len(module.means), module.by_name) == (3, 3, {"x": 3})
+
+
+class Recurrent(nn.Module):
+    """Carries its state from call to call in attributes, and shows its last result there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hidden: Tensor | None = None
+        self.pair: tuple[Tensor, Tensor] | None = None
+        self.history: list[Tensor] = []
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.hidden if isinstance(self.hidden, Tensor) else torch.zeros_like(x)
+        self.hidden = torch.tanh(self.of_input(x) + self.of_state(before) * x)
+        cell, gate = (x, x) if self.pair is None else self.pair
+        self.pair = torch.sigmoid(cell * self.hidden), self.decide(gate * self.hidden)
+        result = self.shown = self.pair[0] * self.pair[1].exp()
+        return result
+
+    def decide(self, gate: Tensor) -> Tensor:
+        self.history = [*self.history[-1:], gate]
+        return torch.stack(self.history).sum(0)
+
+    def let_go(self) -> None:
+        """End the graph, as training on long sequences does."""
+        assert self.hidden is not None
+        assert self.pair is not None
+        self.hidden, self.pair = self.hidden.detach(), (self.pair[0].detach(), self.pair[1].detach())
+        self.history = [one.detach() for one in self.history]
+
+
+@pytest.mark.parametrize(
+    "policy", [None, recollect.policies.save_matmuls, recollect.policies.save_ops("aten.tanh.default")]
+)
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_what_a_module_carries_in_attributes_is_as_forward_found_it(policy: Any, lets_go: bool) -> None:
+    found = []
+    for applies in (False, True):
+        torch.manual_seed(0)
+        module = Recurrent()
+        run = recollect.checkpoint(module, policy=policy) if applies else module
+        grads = []
+        for _ in range(3):
+            module.zero_grad()
+            loss = torch.zeros(())
+            for _ in range(3):
+                loss = loss + run(torch.randn(2, 4)).sum()
+                if lets_go:
+                    module.let_go()
+            backward(loss)
+            module.let_go()
+            grads.append(gradients(module))
+        found.append(grads)
+    for plain, ours in zip(*found, strict=True):
+        assert all(map(torch.equal, plain, ours))
+
+
+def test_what_a_module_only_shows_lives_no_longer_than_without_us() -> None:
+    module, shown = Recurrent(), list[weakref.ref[torch.UntypedStorage]]()
+    region = recollect.checkpoint(module)
+    for _ in range(2):
+        y = region(torch.randn(2, 4))
+        assert module.shown is not None
+        shown.append(weakref.ref(module.shown.untyped_storage()))
+    del y
+    assert shown[0]() is None
+    assert shown[1]() is not None
 
 
 # Where modules are looked for
@@ -428,21 +497,21 @@ def ways_to_hold(module: nn.Module) -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize("way", ways_to_hold(GLOBAL))
 def test_modules_are_found_where_functions_hold_them(way: str) -> None:
     module = nn.Linear(1, 1)
-    modules, _, _ = find_modules(ways_to_hold(module)[way], ())
+    modules = find_held(ways_to_hold(module)[way]).modules
     assert any(found is module for found in modules)
 
 
 def test_modules_are_found_in_globals_and_arguments() -> None:
     argument = nn.Linear(1, 1)
-    modules, _, _ = find_modules(lambda x: HELD[0](GLOBAL(x)), (argument,))
+    modules = find_held(lambda x: HELD[0](GLOBAL(x)), (argument,)).modules
     assert {id(module) for module in modules} >= {id(GLOBAL), id(HELD[0]), id(argument)}
 
 
 def test_a_search_that_meets_itself_ends() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    modules, tensors, _ = find_modules(lambda: loop, ())
-    assert (modules, tensors) == ([], [])
+    found = find_held(lambda: loop)
+    assert (found.modules, found.tensors) == ([], [])
 
 
 def test_a_compiled_module_inside_a_region_is_no_stranger() -> None:

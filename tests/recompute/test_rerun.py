@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import recollect
-from tests.watching import Counted
+from tests.watching import Counted, Seen
 
 
 def leaf() -> Tensor:
@@ -63,7 +63,7 @@ class PutsAway:
     """Keeps what it was called with."""
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+        self.seen = Seen[Tensor]()
 
     def __call__(self, x: Tensor) -> Tensor:
         self.seen.append(x)
@@ -79,7 +79,7 @@ def test_an_input_that_the_function_puts_away_stays_whole() -> None:
 
 
 def test_an_input_that_a_put_away_view_shares_stays_whole() -> None:
-    views, x = list[Tensor](), leaf() * 1
+    views, x = Seen[Tensor](), leaf() * 1
 
     def fn(x: Tensor) -> Tensor:
         views.append(x[1:].detach())
@@ -103,7 +103,7 @@ def test_a_function_may_run_backward_through_what_it_has_computed() -> None:
 
 
 def test_a_graph_of_recomputation_that_is_put_away_is_refused_in_words() -> None:
-    states, x = list[Tensor](), leaf()
+    states, x = Seen[Tensor](), leaf()
 
     def fn(x: Tensor) -> Tensor:
         states.append(x.exp())

@@ -20,7 +20,7 @@ from recollect._core.torch_private import generators
 from recollect._recompute import rng
 from recollect._recompute.host_rng import TorchSource
 from tests.naming import name_of
-from tests.watching import Counted, Operators, backward
+from tests.watching import Counted, Operators, Seen, backward
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_every_way_of_drawing_is_noticed(
         monkeypatch.setattr(rng._CPU, "_last", None)
     arguments = (0.5, True) if draw is torch.dropout else ()
     for _ in range(4):
-        drawn: list[Tensor] = []
+        drawn = Seen[Tensor]()
 
-        def fn(x: Tensor, drawn: list[Tensor] = drawn) -> Tensor:
+        def fn(x: Tensor, drawn: Seen[Any] = drawn) -> Tensor:
             drawn.append(draw(x, *arguments).detach())
             return x.exp().sin()
 
@@ -172,7 +172,7 @@ def seeded() -> None:
 def drawn_twice(kind: str, preserve: Any, x: Tensor) -> tuple[float, float, bool]:
     """What forward and recomputation draw, and whether the generator stands after backward as before."""
     draw, state = DRAWS[kind]
-    drawn: list[float] = []
+    drawn = Seen[float]()
 
     def fn(x: Tensor) -> Tensor:
         drawn.append(draw())
@@ -213,7 +213,7 @@ def test_numbers_that_a_region_is_found_to_draw_are_drawn_again(kind: str, x: Te
 @pytest.mark.parametrize("kind", ["python", "numpy"])
 def test_a_region_that_begins_to_draw_later_draws_the_same_again(kind: str, x: Tensor) -> None:
     draw, _ = DRAWS[kind]
-    drawn: list[float] = []
+    drawn = Seen[float]()
 
     def fn(x: Tensor) -> Tensor:
         if is_late:
@@ -227,7 +227,7 @@ def test_a_region_that_begins_to_draw_later_draws_the_same_again(kind: str, x: T
         draw()
         backward(loss)
     assert len(drawn) == 6
-    assert drawn[::2] == drawn[1::2]
+    assert list(drawn)[::2] == list(drawn)[1::2]
 
 
 SECONDS: dict[str, Callable[[], float]] = {
@@ -241,7 +241,7 @@ SECONDS: dict[str, Callable[[], float]] = {
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_gaussian_that_waits_is_part_of_the_state(kind: str, *, waits: bool, x: Tensor) -> None:
     draw = SECONDS[kind]
-    drawn: list[float] = []
+    drawn = Seen[float]()
 
     def fn(x: Tensor) -> Tensor:
         drawn.append(draw())
@@ -262,7 +262,7 @@ def test_a_state_set_again_is_told_from_the_one_without_a_waiting_gaussian(x: Te
     np.random.standard_normal()  # the same words, and nothing waits
     backward(recollect.checkpoint(torch.sin)(x).sum())
     np.random.set_state(waiting)
-    drawn: list[float] = []
+    drawn = Seen[float]()
 
     def fn(x: Tensor) -> Tensor:
         drawn.append(np.random.standard_normal())
@@ -308,9 +308,9 @@ def test_another_bit_generator_of_numpy_is_preserved(x: Tensor) -> None:
         for other in (np.random.MT19937(5), np.random.PCG64(5)):
             numbers.set_bit_generator(other)
             backward(recollect.checkpoint(torch.sin)(x).sum())  # draws nothing
-            drawn: list[float] = []
+            drawn = Seen[float]()
 
-            def fn(x: Tensor, drawn: list[float] = drawn) -> Tensor:
+            def fn(x: Tensor, drawn: Seen[Any] = drawn) -> Tensor:
                 drawn.append(np.random.random())
                 return x.exp().sin()
 
@@ -326,7 +326,7 @@ def test_another_bit_generator_of_numpy_is_preserved(x: Tensor) -> None:
 @pytest.mark.parametrize("place", ["positional", "keyword", "nested"])
 def test_generators_among_the_arguments_are_restored_and_put_back(place: str, x: Tensor) -> None:
     generator = torch.Generator().manual_seed(1)
-    drawn = []
+    drawn = Seen[Tensor]()
 
     def fn(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))

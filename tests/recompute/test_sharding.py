@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import recollect
 from recollect._recompute.changes import addresses_of
-from tests.watching import backward
+from tests.watching import Seen, backward
 
 
 class Reading(nn.Linear):
@@ -18,7 +18,7 @@ class Reading(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.read: list[Tensor] = []
+        self.read = Seen[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
         self.read.append(self.weight)

@@ -84,6 +84,7 @@ def is_users_file(filename: str) -> bool:
     return not filename.startswith(_STANDARD) or not _PACKAGES.isdisjoint(PurePath(filename).parts)
 
 
+@functools.lru_cache(maxsize=2**12)
 def is_users_own(module: str) -> bool:
     """Whether a module, by its name, is the user's own: a script, a notebook, a package that is not installed.
 

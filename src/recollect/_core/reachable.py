@@ -28,10 +28,17 @@ _DEEPEST = 5  # functions that call each other, objects in each other
 _INERT = frozenset(
     {type(None), type, ModuleType, BuiltinFunctionType, Logger, str, bytes, int, float, bool, torch.dtype}
 )
+_FIXED = frozenset({type, ModuleType, BuiltinFunctionType, Logger, torch.dtype})
+_CODE = _FIXED | {FunctionType}
 _NOT_SEARCHED = ("torch.", "recollect.")
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
+_COLLECTIONS = (list, dict, set, deque)
+_NOT_OBJECTS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 T = TypeVar("T")
+
+Global = tuple[dict[str, Any], str]
+"""A global variable: the names of its module, and its own."""
 
 
 def find_reachable(kind: type[T], step: Callable[..., Any], values: Iterable[Any]) -> list[T]:
@@ -104,10 +111,10 @@ def _is_of_user(value: Any) -> bool:
 
 def _holders_in(value: Any) -> list[Any]:
     if type(value) is FunctionType:
-        if (value.__globals__.get("__name__") or "").startswith(_NOT_SEARCHED):
+        if is_of_library(value):
             return []
         return [value.__globals__, *(value.__closure__ or ())]
-    if isinstance(value, (list, dict, set, deque)):
+    if isinstance(value, _COLLECTIONS):
         return [value]
     attributes = getattr(value, "__dict__", None)
     return [attributes] if type(attributes) is dict else []
@@ -128,27 +135,66 @@ def find_roots(step: Callable[..., Any], values: Iterable[Any]) -> list[nn.Modul
     return [module for module in found if module not in inner]
 
 
-def find_modules(fn: Callable[..., Any], objects: Iterable[Any]) -> tuple[list[nn.Module], list[Tensor], list[Any]]:
-    """Modules, tensors and random generators that a function holds or names, and modules among its arguments.
+class Found:
+    """What a function holds or names; not what the modules contain.
 
-    Not what the modules contain.
+    Attributes:
+        modules: also those among its arguments.
+        tensors: others than parameters and buffers of these.
+        generators: of random numbers.
+        cells: variables of closures, where it and the functions that it calls read what others may set.
+        globals: the same in modules of the user's own, but for code, collections and objects.
+        holders: collections there, and objects of the user's own classes, in which it may collect something.
     """
-    modules: list[nn.Module] = []
-    tensors: list[Tensor] = []
-    generators: list[Any] = []
+
+    __slots__ = ("cells", "generators", "globals", "holders", "modules", "tensors")
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
+        self.generators: list[Any] = []
+        self.cells: list[CellType] = []
+        self.globals: list[Global] = []
+        self.holders: list[Any] = []
+
+
+def find_held(fn: Callable[..., Any], objects: Iterable[Any] = ()) -> Found:
+    """What a function holds or names, and the modules among its arguments."""
+    found = Found()
     if isinstance(fn, nn.Module):
-        modules.append(fn)
-    elif type(fn) is MethodType and isinstance(fn.__self__, nn.Module) and _holds_nothing(fn.__func__):
-        modules.append(fn.__self__)  # the usual forward, met at every call of a region
-    elif not _holds_nothing(fn):
-        _search(fn, modules, tensors, generators)
+        found.modules.append(fn)
+    elif type(fn) is MethodType and isinstance(fn.__self__, nn.Module) and _holds_nothing(fn.__func__, found.globals):
+        found.modules.append(fn.__self__)  # the usual forward, met at every call of a region
+    elif not _holds_nothing(fn, found.globals):
+        found.globals = []
+        if type(fn) is not FunctionType and is_holder(type(fn)):
+            found.holders.append(fn)
+        _search(fn, found)
     if objects:
-        modules.extend(item for item in objects if isinstance(item, nn.Module))
-    return modules, tensors, generators
+        found.modules.extend(item for item in objects if isinstance(item, nn.Module))
+    return found
 
 
-def _holds_nothing(fn: Any, depth: int = 2) -> bool:
-    """Whether this is a plain function whose defaults and globals hold nothing, nor do the functions among them."""
+def is_holder(kind: type) -> bool:
+    """Whether user code may collect something in objects of this class: a collection, or a class of the user's own."""
+    return issubclass(kind, _COLLECTIONS) or (
+        kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_OBJECTS) and is_users_own(kind.__module__)
+    )
+
+
+def is_of_library(fn: Any) -> bool:
+    """Whether a function, or the method that this is, was written in torch or here."""
+    while type(fn) is functools.partial:
+        fn = fn.func
+    names = getattr(getattr(fn, "__func__", fn), "__globals__", None)
+    return names is not None and (names.get("__name__") or "").startswith(_NOT_SEARCHED)
+
+
+def _holds_nothing(fn: Any, found: list[Global], depth: int = 2) -> bool:
+    """Whether a plain function's defaults and globals hold nothing but numbers, nor do the functions among them.
+
+    If so, the globals that hold these numbers are added to what was found.
+    """
     if type(fn) is not FunctionType or fn.__closure__ or fn.__dict__:
         return False
     parts = list(map(fn.__globals__.get, _globals_of(fn.__code__)))
@@ -156,19 +202,54 @@ def _holds_nothing(fn: Any, depth: int = 2) -> bool:
         parts += fn.__defaults__
     if fn.__kwdefaults__:
         parts += fn.__kwdefaults__.values()
-    if _INERT.issuperset(map(type, parts)):
+    if _FIXED.issuperset(map(type, parts)):
         return True
-    return depth > 0 and all(_holds_nothing(part, depth - 1) for part in parts if type(part) not in _INERT)
+    if not _INERT.issuperset(map(type, parts)) and not (
+        depth > 0 and all(_holds_nothing(part, found, depth - 1) for part in parts if type(part) not in _INERT)
+    ):
+        return False
+    _add_globals(fn, found)
+    return True
 
 
-def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tensor], generators: list[Any]) -> None:
+def _add_globals(fn: FunctionType, found: list[Global]) -> None:
+    """Name what a function of the user's own reads of its module, but for code, collections and objects."""
+    known = fn.__globals__
+    names = _globals_of(fn.__code__)
+    if names and is_users_own(known.get("__name__") or ""):
+        found += [
+            (known, name)
+            for name in names
+            if name in known and (kind := type(known[name])) not in _CODE and not is_holder(kind)
+        ]
+
+
+def find_methods(kinds: Iterable[type]) -> list[FunctionType]:
+    """Methods of the user's own classes of modules that read variables of closures, or globals other than code."""
+    bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
+    own = [base for base in bases if is_users_own(base.__module__)]
+    methods = [value for base in own for value in vars(base).values() if type(value) is FunctionType]
+    return [method for method in methods if _reads_variables(method)]
+
+
+def _reads_variables(method: FunctionType) -> bool:
+    found = find_held(method)
+    return bool(found.cells or found.globals or found.holders)
+
+
+def _search(fn: Callable[..., Any], found: Found) -> None:
     """Look where Python functions keep what they use; about 1 µs per function on the way."""
+    modules, tensors, generators, holders = found.modules, found.tensors, found.generators, found.holders
     seen = {id(fn)}
     random_kinds = generator_kinds()
     stack: list[Any] = [fn]
     while stack:
-        for part in _parts_of(stack.pop()):
+        value = stack.pop()
+        is_function = type(value) is FunctionType
+        for part in _parts_of_function(value, found) if is_function else _parts_of(value):
             kind = type(part)
+            if kind is BuiltinFunctionType:
+                part, kind = part.__self__, type(part.__self__)  # noqa: PLW2901 (of `losses.append`: the list)
             if kind in _INERT:
                 continue
             if kind in random_kinds:
@@ -180,6 +261,8 @@ def _search(fn: Callable[..., Any], modules: list[nn.Module], tensors: list[Tens
             elif id(part) not in seen and len(seen) < _MOST_PARTS:
                 seen.add(id(part))
                 stack.append(part)
+                if is_holder(kind):
+                    holders.append(part)
 
 
 def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable[Any]:
@@ -201,10 +284,15 @@ def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable
     return [*attributes, getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")]
 
 
-def _parts_of_function(function: FunctionType) -> list[Any]:
+def _parts_of_function(function: FunctionType, found: Found | None = None) -> list[Any]:
+    """The same of a function; adds its variables, if asked to."""
     # By where it is written: a wrapper bears the module of what it wraps, which its attributes lead to.
     if (function.__globals__.get("__name__") or "").startswith(_NOT_SEARCHED):
         return list(function.__dict__.values()) if function.__dict__ else []
+    if found is not None:
+        if function.__closure__:
+            found.cells += function.__closure__
+        _add_globals(function, found.globals)
     parts: list[Any] = []
     if function.__closure__:
         for cell in function.__closure__:

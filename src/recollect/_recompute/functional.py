@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from recollect._core.errors import MismatchError, TransformError
 from recollect._core.pytree import Arguments
-from recollect._core.reachable import find_modules
+from recollect._core.reachable import find_held
 from recollect._core.torch_private.functorch import current_level, is_tracked, level_of, unwrap, unwrap_if_ended
 from recollect._core.torch_private.pytree import Spec, flatten, tree_leaves, unflatten
 from recollect._recompute.surroundings import Surroundings
@@ -40,14 +40,14 @@ class _Call:
         self._arguments = Arguments(args, kwargs)
         self._leaves = list(self._arguments.leaves)
         self._places = self._arguments.tensors
-        roots, loose, _ = find_modules(fn, self._arguments.objects)
+        held = find_held(fn, self._arguments.objects)
         self._tables = [
             (table, name)
-            for table, is_buffers in _tables_of(roots)
+            for table, is_buffers in _tables_of(held.modules)
             for name, tensor in table.items()
             if tensor is not None and (not is_buffers or is_tracked(tensor))
         ]
-        for tensor in loose:
+        for tensor in held.tensors:
             if is_tracked(tensor) or tensor.requires_grad:
                 raise TransformError(_explain(name, tensor))
         self.tensors = [self._leaves[i] for i in self._places] + [table[name] for table, name in self._tables]

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recollect._core.generators import generator_kinds
+from recollect._core.reachable import is_holder
 
 Table = dict[str, Any]
 """A module's instance dictionary, or a table in it."""
@@ -30,6 +31,7 @@ TRAINING = "training"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _COLLECTIONS = frozenset({list, tuple, dict, set})
 _TABLES = frozenset(vars(nn.Module())) - {TRAINING}
+_HOOKS = (itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks"))
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -88,10 +90,11 @@ class ModuleAttributes:
 
     Attributes:
         generators: those that are random generators.
+        holders: those in which forward may collect something.
         is_new: whether no call has ended since it was made.
     """
 
-    __slots__ = ("_inner", "_names", "_readers", "_sizes", "_unset", "generators", "is_new")
+    __slots__ = ("_inner", "_names", "_readers", "_sizes", "_unset", "_unset_here", "generators", "holders", "is_new")
 
     def __init__(self, modules: list[nn.Module], tables: list[Table], inner: list[Table]) -> None:
         self._inner = inner
@@ -100,6 +103,13 @@ class ModuleAttributes:
         self._readers = list(map(_reader_of, self._names))
         self.generators = _find_generators(tables)
         self._unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
+        self.holders: list[Place] = []
+        self._unset_here: list[Place] = []  # where somebody may put a collection later
+        for number, (table, names) in enumerate(zip(tables, self._names, strict=True)):
+            if len(names) > 1 or (names and TRAINING not in names):
+                own = [(name, value) for name, value in table.items() if name not in _TABLES]
+                self.holders += [(number, name) for name, value in own if is_holder(type(value))]
+                self._unset_here += [(number, name) for name, value in own if value is None]
         self.is_new = True
 
     def read(self, roots: list[nn.Module]) -> list[Settings] | None:
@@ -119,20 +129,37 @@ class ModuleAttributes:
         except (RuntimeError, ValueError, TypeError):  # something that cannot be compared, such as another tensor
             return False
 
-    def without(self, settings: list[Settings], places: set[Place]) -> list[Settings]:
-        """What `read` gave, less some values, which are let go of."""
-        left = list(settings)
-        for number in {number for number, _ in places}:
+    def replaced(self, settings: list[Settings], values: dict[Place, Any]) -> list[Settings]:
+        """What `read` gave, with other values in some places."""
+        others = list(settings)
+        for number in {number for number, _ in values}:
             names = self._names[number]
-            values = settings[number] if len(names) > 1 else (settings[number],)
-            kept = [None if (number, name) in places else value for name, value in zip(names, values, strict=True)]
-            left[number] = tuple(kept) if len(names) > 1 else kept[0]
-        return left
+            noted = settings[number] if len(names) > 1 else (settings[number],)
+            now = [values.get((number, name), value) for name, value in zip(names, noted, strict=True)]
+            others[number] = tuple(now) if len(names) > 1 else now[0]
+        return others
 
     def find_own_generators(self, roots: list[nn.Module]) -> list[Any]:
         """What is there now where the modules had random generators."""
         tables = self._tables(roots)
         return [tables[number].get(name) for number, name in self.generators]
+
+    def find_holders(self, roots: list[nn.Module]) -> list[Any]:
+        """What is there now where the modules had collections, or objects of the user's own classes."""
+        tables = self._tables(roots)
+        found = [tables[number].get(name) for number, name in self.holders]
+        return [value for value in found if is_holder(type(value))]
+
+    def find_new_holders(self, roots: list[nn.Module]) -> list[Any]:
+        """The same where they had nothing."""
+        tables = self._tables(roots)
+        found = [tables[number].get(name) for number, name in self._unset_here]
+        return [value for value in found if value is not None and is_holder(type(value))]
+
+    def find_hooks(self, roots: list[nn.Module]) -> list[Callable[..., Any]]:
+        """Forward hooks of the modules."""
+        tables = self._tables(roots)
+        return [hook for of in _HOOKS if any(map(of, tables)) for table in tables for hook in of(table).values()]
 
     def find_new_generators(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
         """After the first call: random generators that it has made, and whether there was None before, or nothing.

@@ -6,8 +6,8 @@ parameters and buffers are noted, parameters and buffers by identity and version
 * a random generator that a module holds is put back where it stood, see `rng.py`; one that forward itself has made is
   made again;
 * an attribute that has been set since by whoever calls the module (a scale) is as it was at entry, and afterwards as it
-  was before; so is a number or flag that forward itself sets (a counter, a schedule), but a tensor or collection that
-  it sets is left alone, unless it is declared;
+  was before; so is a number or flag that forward itself sets (a counter, a schedule), and a tensor or collection that
+  it carries from call to call; one that it only sets (its last result) is left alone;
 * a tensor or a part that has been *replaced* since (``functional_call``, a swapped parameter) is put back meanwhile,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
@@ -24,10 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
+from recollect._core.attribute_reads import carries
+from recollect._core.reachable import find_held, is_of_library
+from recollect._core.torch_private.modules import hooks_on_all_modules
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import (
     ChangedWatch,
@@ -38,6 +42,7 @@ from recollect._recompute.changes import (
     flags_of,
     versions_of,
 )
+from recollect._recompute.contents import cut_off_all
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_attributes import TRAINING, Table, is_flag, is_plain
 from recollect._recompute.module_tree import ModuleTree, find_watched
@@ -268,10 +273,20 @@ class ModuleState:
             return restores and is_plain(value) and not (is_flag(value) and numbers[id(table)] in done)
 
         self._new += [place for place in made if goes_back(place[0], place[0][place[1]])]
-        changed = [(table, name) for table, name, value in set_by_forward if not goes_back(table, value)]
-        self._own_settings = {(numbers[id(table)], name) for table, name in changed}
-        # What it has replaced, such as its last result, lives no longer than without us.
-        self._settings = self._tree.attributes.without(self._settings, self._own_settings)
+        others = {
+            (numbers[id(table)], name): value for table, name, value in set_by_forward if not goes_back(table, value)
+        }
+        modules = self._tree.modules(self._roots)
+        carried = {
+            (number, name): cut_off_all(value)
+            for (number, name), value in others.items()
+            if self._restores and not is_plain(value) and carries(type(modules[number]), name)
+        }
+        self._own_settings = others.keys() - carried.keys()
+        # What else it has replaced, such as its last result, lives no longer than without us.
+        self._settings = self._tree.attributes.replaced(
+            self._settings, carried | dict.fromkeys(self._own_settings, None)
+        )
 
     def _find_done(self) -> set[int]:
         """The numbers of modules whose flags may say what forward has set up and nobody undoes: hooks and parts.
@@ -307,6 +322,20 @@ class ModuleState:
             self._trial.end()
             self._trial = None
 
+    def find_holders(self) -> list[Any]:
+        """Collections among the attributes of the modules, and objects in which they may collect something."""
+        attributes = self._tree.attributes
+        return attributes.find_holders(self._roots) if attributes.holders else []
+
+    def find_new_holders(self) -> list[Any]:
+        """At exit: the same where they had nothing at entry."""
+        return self._tree.attributes.find_new_holders(self._roots)
+
+    def find_hooked(self) -> list[Any]:
+        """Those in which forward hooks on the modules, or on all modules, may collect something."""
+        hooks = [*self._tree.attributes.find_hooks(self._roots), *hooks_on_all_modules()]
+        return [holder for hook in hooks if not is_of_library(hook) for holder in find_held(hook).holders]
+
     def is_stand_in(self, tensor: Tensor) -> bool:
         """Whether this stood for a parameter in the last recomputation."""
         return self._written is not None and self._written.is_stand_in(tensor)
@@ -314,6 +343,11 @@ class ModuleState:
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
         return any(tensor is noted for noted in self._watched) or any(tensor is loose.tensor() for loose in self._loose)
+
+    @property
+    def methods(self) -> list[FunctionType]:
+        """Methods of the modules that read variables beyond attributes."""
+        return self._tree.methods
 
     @property
     def is_stateless(self) -> bool:

@@ -10,6 +10,7 @@ from weakref import ref
 
 from torch import Tensor, jit, nn
 
+from recollect._core.reachable import find_methods
 from recollect._recompute.module_attributes import ModuleAttributes, Table
 from recollect._recompute.writes import Place
 
@@ -79,13 +80,14 @@ class ModuleTree:
         child_counts: how many.
         watched: the parameters that recomputation must find unchanged.
         attributes: what else forward may read of them.
+        methods: of the user's own classes, those that read variables beyond attributes.
         written: by training mode, the parameters that forward writes itself, as far as that has been asked.
     """
 
     __slots__ = (
         *("_empty", "_filled", "_inner", "_inner_tables", "_parts", "_roots"),
-        *("attributes", "buffer_counts", "buffers", "child_counts", "children", "parameter_counts", "parameters"),
-        *("watched", "written"),
+        *("attributes", "buffer_counts", "buffers", "child_counts", "children", "methods", "parameter_counts"),
+        *("parameters", "watched", "written"),
     )
 
     def __init__(self, roots: list[nn.Module]) -> None:
@@ -108,6 +110,7 @@ class ModuleTree:
         self.watched = find_watched(self.parameters)
         self.written: dict[bool, list[Place]] = {}
         self.attributes = ModuleAttributes(modules, attributes, self._inner_tables)
+        self.methods = find_methods(set(map(type, modules)))
 
     def is_of(self, roots: list[nn.Module]) -> bool:
         """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""

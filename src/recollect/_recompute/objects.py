@@ -8,7 +8,6 @@ be put back: that is an error, which names it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,15 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
+from recollect._recompute.contents import COLLECTIONS, Contents, contents_of, cut_off, is_same, put
 
 _FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-COLLECTIONS = (dict, list, set, deque)
-"""What user code may collect something in."""
 _VALUES = (type(None), bool, int, float, complex, str, bytes, slice, range)
-_UNCHANGING = frozenset(_VALUES)
 _MOST = 512  # parts of one object before it is left alone
-
-Contents = dict[Any, Any] | list[Any] | set[Any]
 
 
 def may_change(value: Any) -> bool:
@@ -62,7 +57,7 @@ class ObjectState:
             if id(part) in seen or not (isinstance(part, COLLECTIONS) or may_change(part)):
                 continue
             seen.add(id(part))
-            held = _contents_of(part)
+            held = contents_of(part)
             self._entries.append((part, held))
             named = held.items() if isinstance(held, dict) else enumerate(held)
             is_attribute = not isinstance(part, COLLECTIONS)
@@ -71,12 +66,12 @@ class ObjectState:
     def settle(self) -> ObjectState | None:
         """At exit: what the function has changed; None if nothing."""
         self._written = next((path for t, version, path in self._tensors if t._version != version), None)  # noqa: SLF001
-        self._entries = [(part, held) for part, held in self._entries if not _is_same(_contents_of(part), held)]
+        self._entries = [(part, held) for part, held in self._entries if not is_same(contents_of(part), held)]
         self._tensors = []
         if not self._entries and self._written is None:
             return None
         # Cut off from the graph, which may lead back here.
-        self._entries = [(part, _mapped(_cut, held)) for part, held in self._entries]
+        self._entries = [(part, _mapped(cut_off, held)) for part, held in self._entries]
         return self
 
     def put(self, region: str) -> Callable[[], None]:
@@ -93,59 +88,18 @@ class ObjectState:
                 "an object that the function does not write into, or let it assign a new tensor instead."
             )
             raise ChangedInputError(message)
-        now = [(part, _contents_of(part)) for part, _ in self._entries]
-        _put(self._entries)
-        return lambda: _put(now)
+        now = [(part, contents_of(part)) for part, _ in self._entries]
+        for part, held in self._entries:
+            put(part, held)
 
+        def put_back() -> None:
+            for part, held in now:
+                put(part, held)
 
-def _contents_of(part: Any) -> Contents:
-    """A copy of what an object or container holds, one level deep."""
-    if isinstance(part, dict):
-        return dict(part)
-    if isinstance(part, (list, deque)):
-        return list(part)
-    return set(part) if isinstance(part, set) else dict(vars(part))
-
-
-def _is_same(one: Contents, other: Contents) -> bool:
-    if isinstance(one, set) or isinstance(other, set):
-        return isinstance(one, set) and isinstance(other, set) and set(map(id, one)) == set(map(id, other))
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) != list(other):
-        return False
-    mine, theirs = (held.values() if isinstance(held, dict) else held for held in (one, other))
-    return len(one) == len(other) and all(a is b for a, b in zip(mine, theirs, strict=True))
+        return put_back
 
 
 def _mapped(fn: Callable[[Any], Any], held: Contents) -> Contents:
     if isinstance(held, dict):
         return {key: fn(value) for key, value in held.items()}
     return type(held)(map(fn, held))
-
-
-def _cut(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
-
-
-def _put(entries: list[tuple[Any, Contents]]) -> None:
-    for part, held in entries:
-        table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
-        table.clear()
-        (table.extend if isinstance(table, (list, deque)) else table.update)(held)
-
-
-def copy_collections(value: Any, depth: int = 4) -> Any:
-    """A collection with copies of the collections in it, tensors in it cut off from their graph; others as they are."""
-    if not depth or not isinstance(value, COLLECTIONS):
-        return value
-    other: Any = value.copy()
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if type(part) not in _UNCHANGING:
-                other[key] = copy_collections(_cut(part), depth - 1)
-    elif not _UNCHANGING.issuperset(map(type, value)):
-        parts = [copy_collections(_cut(part), depth - 1) for part in value]
-        other.clear()
-        (other.update if isinstance(other, set) else other.extend)(parts)
-    return other

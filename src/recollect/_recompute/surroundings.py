@@ -15,37 +15,39 @@ from typing import Any, TypeVar
 import torch
 
 from recollect._core.pytree import Arguments
-from recollect._core.reachable import find_modules
+from recollect._core.reachable import Found, find_held
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
+from recollect._recompute.collected import Collected, keep_out_of
+from recollect._recompute.contents import COLLECTIONS, copy_collections
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_state import ModuleState
-from recollect._recompute.objects import COLLECTIONS, ObjectState, copy_collections, may_change
+from recollect._recompute.objects import ObjectState, may_change
 from recollect._recompute.rng import RngState, Source, put_back, sources_of_own
+from recollect._recompute.variables import Variables
 
 T = TypeVar("T")
 
-
-Variable = contextvars.ContextVar[Any]
+ContextVariable = contextvars.ContextVar[Any]
 _FEW = 8  # variables in a context, as long as Inductor has not run
 
 
-def _find_collecting(context: contextvars.Context) -> list[Variable]:
+def _find_collecting(context: contextvars.Context) -> list[ContextVariable]:
     """The variables in which user code may collect something.
 
     In those whose names begin so, torch keeps its settings (2.13, once Inductor ran): hundreds, in dicts. It adds one
     for each time that a setting was patched, so that nothing here may take Python's time for each.
     """
     if len(context) <= _FEW:
-        found: Iterable[Variable] = [variable for variable, value in context.items() if isinstance(value, COLLECTIONS)]
+        found: Iterable[ContextVariable] = [at for at, value in context.items() if isinstance(value, COLLECTIONS)]
     else:
         kinds = {kind for kind in set(map(type, context.values())) if issubclass(kind, COLLECTIONS)}
         found = compress(context, map(kinds.__contains__, map(type, context.values()))) if kinds else ()
     return [variable for variable in found if not variable.name.startswith("torch.")]
 
 
-def _copy_collection(variable: Variable) -> None:
+def _copy_collection(variable: ContextVariable) -> None:
     """Let a variable hold a copy of its collection; call it inside a copied context.
 
     What user code collects there (hooks that record outputs do) it must not collect twice, and what it collects while
@@ -64,7 +66,7 @@ class Surroundings:
     """
 
     __slots__ = (
-        *("_ambient", "_collecting", "_context", "_objects", "_rng"),
+        *("_ambient", "_collected", "_collecting", "_context", "_objects", "_restores", "_rng", "_variables"),
         *("is_captured", "modules", "own_generators", "preserved", "region"),
     )
 
@@ -85,12 +87,18 @@ class Surroundings:
         self.preserved = preserve
         self._rng = RngState(preserve, arguments) if preserve else None
         self.is_captured = self._rng is not None and self._rng.around_forward is not None
-        roots, loose, generators = find_modules(fn, arguments.objects)
+        held = find_held(fn, arguments.objects)
         self.modules = (
-            ModuleState(roots, loose, exact=exact, memory=memory, watches=watches, restores=restores)
-            if roots or loose
+            ModuleState(held.modules, held.tensors, exact=exact, memory=memory, watches=watches, restores=restores)
+            if held.modules or held.tensors
             else None
         )
+        self._restores = restores
+        self._variables: Variables | None = None
+        self._collected: Collected | None = None
+        if restores:
+            self._note_held(held)
+        generators = held.generators
         if self.modules is not None:
             generators += self.modules.find_generators()
         self.own_generators: Sequence[Source] = sources_of_own(generators, preserve) if generators else ()
@@ -103,6 +111,20 @@ class Surroundings:
             context.run(_copy_collection, variable)
         changing = [item for item in arguments.objects if may_change(item)] if arguments.objects else None
         self._objects = ObjectState(changing) if changing else None
+
+    def _note_held(self, held: Found) -> None:
+        """Note what the function and the methods of its modules read beyond attributes, and where they collect."""
+        cells, names, holders, owned = held.cells, held.globals, held.holders, list[Any]()
+        if self.modules is not None:
+            owned = self.modules.find_holders()
+            for method in self.modules.methods:
+                of_method = find_held(method)
+                cells, names = cells + of_method.cells, names + of_method.globals
+                holders = holders + of_method.holders
+        if cells or names:
+            self._variables = Variables(cells, names)
+        if holders or owned:
+            self._collected = Collected(holders, owned)
 
     @property
     def watch(self) -> AbstractContextManager[Any] | None:
@@ -135,6 +157,11 @@ class Surroundings:
             self._rng = self._rng.settle(self.region)
         if self._objects is not None:
             self._objects = self._objects.settle()
+        if self._variables is not None:
+            self._variables.settle()
+        new = self.modules.find_new_holders() if self._restores and self.modules is not None else []
+        if self._collected is not None or new:
+            self._collected = (self._collected or Collected((), ())).settle(new)
 
     def abandon(self) -> None:
         """The function has raised: leave nothing behind."""
@@ -154,10 +181,11 @@ class Surroundings:
         for variable in self._collecting:
             _copy_collection(variable)
         grad_was_enabled = torch.is_grad_enabled()
-        modules = ambient = states = objects = None
+        modules = ambient = states = None
+        undo: list[Callable[[], None]] = []
         try:
-            if self._objects is not None:
-                objects = self._objects.put(self.region)
+            if self._restores or self._objects is not None:
+                self._put(undo)
             if self.modules is not None:
                 modules = self.modules.restore(self.region)
             if self._rng is not None:
@@ -175,5 +203,18 @@ class Surroundings:
                     put_back(states)
                 if modules is not None:
                     modules.close()
-                if objects is not None:
-                    objects()
+                for put_away in reversed(undo):
+                    put_away()
+
+    def _put(self, undo: list[Callable[[], None]]) -> None:
+        """Set variables, objects and collections as forward found them; adds what puts them back."""
+        if self._variables is not None:
+            self._variables.put(self.region, undo)
+        if self._objects is not None:
+            undo.append(self._objects.put(self.region))
+        if self._collected is not None:
+            undo += self._collected.put()
+        if self._restores and self.modules is not None:
+            hooked = self.modules.find_hooked()
+            if hooked:
+                undo += keep_out_of(hooked)

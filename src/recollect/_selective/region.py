@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recollect._core.authors import Role
 from recollect._core.errors import TransformError
-from recollect._core.reachable import find_modules
+from recollect._core.reachable import find_held
 from recollect._core.torch_private.functorch import transforms_active
 from recollect._policy.base import Policy
 from recollect._recompute.ambient import read_autocast
@@ -66,7 +66,7 @@ class SelectiveRegion(Region):
         return frame
 
     def _find_knowledge(self) -> Knowledge:
-        roots, _, _ = find_modules(self.fn, ())
+        roots = find_held(self.fn).modules
         if are_apart():
             return find_knowledge(self.name, self.fn, self.policy, roots)
         # In the memory, which outlives regions that are made anew for each call of a module.

@@ -7,9 +7,10 @@ are being listed.
 A module that is converted (``.to(dtype)``, in the forward of routers of Transformers) swaps its tensors even if they
 are as asked for, which fake ones do not allow.
 
-Private names: ``nn.Module._call_impl``, ``nn.Module._named_members``, ``nn.Module._apply``.
+Private names: ``nn.Module._call_impl``, ``nn.Module._named_members``, ``nn.Module._apply``; the tables of hooks on all
+modules.
 Would be replaced by: forward hooks that are given a token of their call, and called when anything at all was raised;
-a method by which a module names its members; conversions that leave alone what is as asked for.
+a method by which a module names its members; conversions that leave alone what is as asked for; a list of global hooks.
 Run on: torch 2.11, 2.13.
 """
 
@@ -23,6 +24,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 
 _CALLS = nn.Module._call_impl.__code__
 _LISTS = nn.Module._named_members.__code__
@@ -49,6 +51,11 @@ def is_running(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+def hooks_on_all_modules() -> list[Callable[..., object]]:
+    """Forward hooks that were registered for every module of the process."""
+    return [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""What a collection or an object holds, one level deep: noted, compared and put back."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+COLLECTIONS = (dict, list, set, deque)
+"""What user code may collect something in."""
+
+_UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range})
+_CODE = (nn.Module, type, ModuleType, FunctionType, MethodType)
+
+Contents = dict[Any, Any] | list[Any] | set[Any]
+
+
+def contents_of(part: Any) -> Contents:
+    """A copy of what a collection holds, or an object among its attributes."""
+    if isinstance(part, dict):
+        return dict(part)
+    if isinstance(part, (list, deque)):
+        return list(part)
+    return set(part) if isinstance(part, set) else dict(vars(part))
+
+
+def size_of(part: Any) -> int:
+    """How many things it holds."""
+    return len(part) if isinstance(part, COLLECTIONS) else len(vars(part))
+
+
+def values_of(held: Contents) -> list[Any]:
+    """The values among them."""
+    return list(held.values() if isinstance(held, dict) else held)
+
+
+def is_same(one: Contents, other: Contents) -> bool:
+    """Whether these are the same objects in the same places."""
+    if isinstance(one, set) or isinstance(other, set):
+        return isinstance(one, set) and isinstance(other, set) and set(map(id, one)) == set(map(id, other))
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) != list(other):
+        return False
+    return len(one) == len(other) and all(a is b for a, b in zip(values_of(one), values_of(other), strict=True))
+
+
+def put(part: Any, held: Contents) -> None:
+    """Let a collection or an object hold these, and nothing else."""
+    table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
+    table.clear()
+    (table.extend if isinstance(table, (list, deque)) else table.update)(held)
+
+
+def cut_off(value: Any) -> Any:
+    """A tensor without its history; anything else as it is."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def copy_collections(value: Any, depth: int = 4) -> Any:
+    """A collection with copies of the collections in it, tensors in it cut off from their graph; others as they are."""
+    if not depth or not isinstance(value, COLLECTIONS):
+        return value
+    other: Any = value.copy()
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if type(part) not in _UNCHANGING:
+                other[key] = copy_collections(cut_off(part), depth - 1)
+    elif not _UNCHANGING.issuperset(map(type, value)):
+        parts = [copy_collections(cut_off(part), depth - 1) for part in value]
+        other.clear()
+        (other.update if isinstance(other, set) else other.extend)(parts)
+    return other
+
+
+def cut_off_all(value: Any) -> Any:
+    """A tensor, or tensors in tuples and collections, without their history; containers are copied."""
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(cut_off_all, value))
+    return copy_collections(cut_off(value))
+
+
+def is_data(value: Any, depth: int = 3) -> bool:
+    """Whether this was computed: a tensor, an array, a fraction, or a container or object that leads to one.
+
+    Other numbers, and texts, are not: they count calls, and name them.
+    """
+    if isinstance(value, (Tensor, float, complex)) or type(value).__module__ == "numpy":
+        return True
+    if not depth or isinstance(value, _CODE):
+        return False
+    if isinstance(value, (tuple, *COLLECTIONS)):
+        parts = list(value.values() if isinstance(value, dict) else value)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    return any(is_data(part, depth - 1) for part in parts)

@@ -1,0 +1,281 @@
+"""What user code collects while a region runs: once, and none of it alive that recomputation made."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect._recompute.collected import _busy
+from tests.watching import backward
+
+
+@dataclass
+class Stats:
+    """An object of the user's own."""
+
+    means: list[Tensor] = field(default_factory=list)
+    by_name: dict[str, list[float]] = field(default_factory=lambda: {"norm": []})
+    last: Tensor | None = None
+    calls: int = 0
+
+    def note(self, value: Tensor) -> None:
+        self.means.append(value.mean())
+        self.by_name["norm"].append(value.norm().item())
+        self.last = value
+        self.calls += 1
+
+
+class Block(nn.Module):
+    """Collects in attributes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.losses: list[Tensor] = []
+        self.numbers: list[float] = []
+        self.by_kind: dict[str, list[Tensor]] = defaultdict(list)
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.stats = Stats()
+        self.unset: list[Tensor] | None = None
+        self.attention: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        self.losses.append(y.square().mean())
+        self.numbers.append(float(y.detach().mean()))
+        self.by_kind["mean"].append(y.mean())
+        self.recent.append(y)
+        self.stats.note(y)
+        if self.unset is None:
+            self.unset = []
+        self.unset.append(y)
+        self.attention[0] = y
+        return y.exp().sin()
+
+    def collected(self) -> list[Any]:
+        stats, unset = self.stats, self.unset or []
+        return [
+            *(*self.losses, *self.numbers, *self.by_kind["mean"], *self.recent, *stats.means, *stats.by_name["norm"]),
+            *(stats.last, stats.calls, *unset, *self.attention.values()),
+        ]
+
+
+def run_block(block: nn.Module, calls: int = 2) -> None:
+    x = torch.randn(3, 4)
+    for _ in range(calls):
+        x = block(x)
+    backward(x.sum())
+
+
+@pytest.mark.parametrize(
+    "rules", ["full", recollect.policies.save_ops("aten.tanh.default"), recollect.policies.save_matmuls]
+)
+def test_what_a_module_collects_in_attributes_is_collected_once(rules: Any) -> None:
+    block = Block()
+    model = nn.Sequential(block)
+    recollect.apply(model, {"0": rules})
+    for _ in range(4):
+        x = model(torch.randn(3, 4))
+        before = block.collected()
+        backward(x.sum())
+        assert all(a is b or a == b for a, b in zip(before, block.collected(), strict=True))
+
+
+def of_lists() -> tuple[Any, Callable[[Tensor], None]]:
+    away: list[Tensor] = []
+    return away, away.append
+
+
+def of_dicts() -> tuple[Any, Callable[[Tensor], None]]:
+    away: dict[str, Tensor] = {}
+
+    def put(value: Tensor) -> None:
+        away["last"] = value
+        away[f"{len(away)}"] = value
+
+    return away, put
+
+
+def of_queues() -> tuple[Any, Callable[[Tensor], None]]:
+    away: deque[Tensor] = deque([torch.ones(())] * 3, maxlen=3)
+    return away, away.append
+
+
+def of_sets() -> tuple[Any, Callable[[Tensor], None]]:
+    away: set[Tensor] = set()
+    return away, away.add
+
+
+def of_fractions() -> tuple[Any, Callable[[Tensor], None]]:
+    away: list[float] = []
+    return away, lambda value: away.append(value.mean().item())
+
+
+def of_pairs() -> tuple[Any, Callable[[Tensor], None]]:
+    away: list[tuple[str, Tensor]] = []
+    return away, lambda value: away.append(("mean", value))
+
+
+def of_arrays() -> tuple[Any, Callable[[Tensor], None]]:
+    away: list[Any] = []
+    return away, lambda value: away.append(value.detach().numpy())
+
+
+def of_many() -> tuple[Any, Callable[[Tensor], None]]:
+    away: list[float] = [0.5] * 1000
+    return away, lambda value: away.append(value.mean().item())
+
+
+def of_an_object() -> tuple[Any, Callable[[Tensor], None]]:
+    stats = Stats()
+    return stats.means, stats.note
+
+
+COLLECTIONS = [of_lists, of_dicts, of_queues, of_sets, of_fractions, of_pairs, of_arrays, of_many, of_an_object]
+
+
+@pytest.mark.parametrize("make", COLLECTIONS)
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_what_a_function_collects_is_collected_once(make: Callable[[], Any], early_stop: bool) -> None:
+    away, put = make()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        put(y)
+        return y.exp().cos()
+
+    x = torch.ones(3, requires_grad=True)
+    y = recollect.checkpoint(fn, early_stop=early_stop)(recollect.checkpoint(fn, early_stop=early_stop)(x))
+    before = list(away.values() if isinstance(away, dict) else away)
+    backward(y.sum())
+    after = list(away.values() if isinstance(away, dict) else away)
+    assert len(after) == len(before)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert not _busy
+
+
+@pytest.mark.parametrize("make", COLLECTIONS)
+@pytest.mark.parametrize("of_all", [False, True])
+def test_what_a_hook_collects_is_collected_once(make: Callable[[], Any], of_all: bool) -> None:
+    away, put = make()
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    register: Any = nn.modules.module.register_module_forward_hook if of_all else block[1].register_forward_hook
+    hook = register(lambda _module, _inputs, result: put(result))
+    x = recollect.checkpoint(block)(torch.ones(3, 4))
+    before = list(away.values() if isinstance(away, dict) else away)
+    backward(x.sum())
+    hook.remove()
+    after = list(away.values() if isinstance(away, dict) else away)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_code_that_reads_what_it_has_collected_finds_what_forward_found() -> None:
+    layers = nn.ModuleList(nn.Linear(4 * n, 4) for n in (1, 2, 3))
+
+    def run(wrap: Callable[..., Any]) -> Tensor:
+        layers.zero_grad()
+        features = [torch.ones(2, 4)]
+
+        def grow(layer: nn.Module) -> None:
+            features.append(torch.relu(layer(torch.cat(features, 1))).sin())
+
+        for layer in layers:
+            wrap(grow)(layer)
+        backward(torch.cat(features, 1).sum())
+        return torch.cat([parameter.grad.flatten() for parameter in layers.parameters() if parameter.grad is not None])
+
+    assert torch.equal(run(recollect.checkpoint), run(lambda fn: fn))
+
+
+def test_nothing_that_recomputation_made_is_kept_alive() -> None:
+    away, made = list[Tensor](), list[ref[Tensor]]()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        away.append(y)
+        if recollect.is_recomputing():
+            made.append(ref(y))
+        return y.exp().cos()
+
+    backward(recollect.checkpoint(fn)(torch.ones(3, requires_grad=True)).sum())
+    assert [one() for one in made] == [None]
+    assert len(away) == 1
+
+
+def test_calls_are_counted_as_they_are_made() -> None:
+    calls, names, by_name = list[int](), list[str](), {"calls": 0}
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(len(calls))
+        names.append("fn")
+        by_name["calls"] += 1
+        return x.sin().exp()
+
+    backward(recollect.checkpoint(fn)(torch.ones(3, requires_grad=True)).sum())
+    assert (calls, names, by_name) == ([0, 1], ["fn", "fn"], {"calls": 2})
+
+
+def test_what_recomputation_alone_collects_stays() -> None:
+    again: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        if recollect.is_recomputing():
+            again.append(y.detach())
+        return y.exp().cos()
+
+    backward(recollect.checkpoint(fn)(torch.ones(3, requires_grad=True)).sum())
+    assert len(again) == 1
+
+
+def test_what_forward_sets_up_for_later_calls_is_found() -> None:
+    made: dict[str, Callable[[Tensor], Tensor]] = {}
+    tries = list[int]()
+
+    def fn(x: Tensor) -> Tensor:
+        if "kernel" not in made:
+            tries.append(1)
+            made["kernel"] = torch.sin
+        return made["kernel"](x).exp()
+
+    backward(recollect.checkpoint(fn)(torch.ones(3, requires_grad=True)).sum())
+    assert len(tries) == 1
+
+
+def test_a_recomputation_that_fails_leaves_collections_as_they_were() -> None:
+    away: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        away.append(x.sin())
+        if recollect.is_recomputing():
+            raise KeyError
+        return away[-1].exp().cos()
+
+    y = recollect.checkpoint(fn)(torch.ones(3, requires_grad=True))
+    (kept,) = away
+    with pytest.raises(KeyError):
+        backward(y.sum())
+    assert away == [kept]
+    assert not _busy
+
+
+def test_a_collection_that_another_thread_is_at_is_left_alone() -> None:
+    away: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        away.append(x.sin())
+        return away[-1].exp().cos()
+
+    y = recollect.checkpoint(fn)(torch.ones(3, requires_grad=True))
+    _busy[id(away)] = (-1, None)  # type: ignore[assignment]
+    try:
+        backward(y.sum())
+    finally:
+        del _busy[id(away)]
+    assert len(away) == 2
