@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -191,6 +192,98 @@ def test_code_that_reads_what_it_has_collected_finds_what_forward_found() -> Non
         return torch.cat([parameter.grad.flatten() for parameter in layers.parameters() if parameter.grad is not None])
 
     assert torch.equal(run(recollect.checkpoint), run(lambda fn: fn))
+
+
+class Holding:
+    """Keeps a state in an attribute."""
+
+    def __init__(self) -> None:
+        self.state = torch.ones(4)
+        self.calls = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.state = torch.tanh(self.state * x)
+        return self.state.exp() * x
+
+
+def in_a_dict() -> Callable[[Tensor], Tensor]:
+    states = {"state": torch.ones(4), "other": torch.zeros(4)}
+
+    def step(x: Tensor) -> Tensor:
+        states["state"] = torch.tanh(states["state"] * x)
+        return states["state"].exp() * x
+
+    return step
+
+
+def in_a_list() -> Callable[[Tensor], Tensor]:
+    states = [torch.ones(4)]
+
+    def step(x: Tensor) -> Tensor:
+        states[0] = torch.tanh(states[0] * x)
+        return states[0].exp() * x
+
+    return step
+
+
+def in_a_namespace() -> Callable[[Tensor], Tensor]:
+    states = SimpleNamespace(state=None)
+
+    def step(x: Tensor) -> Tensor:
+        before = torch.ones(4) if states.state is None else states.state
+        states.state = torch.tanh(before * x)
+        return torch.as_tensor(states.state).exp() * x
+
+    return step
+
+
+def in_a_queue() -> Callable[[Tensor], Tensor]:
+    last = deque([torch.ones(4), torch.ones(4)], maxlen=2)
+
+    def step(x: Tensor) -> Tensor:
+        last.append(torch.tanh(last[0] * x))
+        return last[1].exp() * x
+
+    return step
+
+
+@pytest.mark.parametrize("make", [lambda: Holding().step, in_a_dict, in_a_list, in_a_namespace, in_a_queue])
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_ops("aten.tanh.default")])
+def test_a_state_that_a_function_keeps_is_as_forward_found_it(make: Callable[[], Any], policy: Any) -> None:
+    found: list[Tensor] = []
+    for applies in (False, True):
+        step = make()
+        run = recollect.checkpoint(step, policy=policy) if applies else step
+        x = torch.linspace(0, 1, 4).requires_grad_()
+        for _ in range(2):
+            y = x
+            for _ in range(3):
+                y = run(y)
+            torch.autograd.backward(y.sum(), retain_graph=True)  # the state leads back through earlier steps
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_what_a_function_only_shows_lives_no_longer_than_without_us() -> None:
+    by_name, shown, last = dict[str, Tensor](), SimpleNamespace(), torch.ones(())
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal last
+        y = x.sin()
+        by_name["last"], shown.last, last = y + 1, y + 2, y + 3
+        return y.exp().cos()
+
+    region, made = recollect.checkpoint(fn), []
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        x = region(x)
+        made.append([ref(one.untyped_storage()) for one in (by_name["last"], shown.last, last)])
+    assert [[one() is not None for one in ones] for ones in made] == [[False] * 3, [False] * 3, [True] * 3]
+    before = by_name["last"], shown.last, last
+    backward(x.sum())
+    assert all(a is b for a, b in zip(before, (by_name["last"], shown.last, last), strict=True))
 
 
 def test_nothing_that_recomputation_made_is_kept_alive() -> None:

@@ -142,17 +142,19 @@ class Found:
         modules: also those among its arguments.
         tensors: others than parameters and buffers of these.
         generators: of random numbers.
+        functions: of the user's, itself among them, where it holds anything.
         cells: variables of closures, where it and the functions that it calls read what others may set.
         globals: the same in modules of the user's own, but for code, collections and objects.
         holders: collections there, and objects of the user's own classes, in which it may collect something.
     """
 
-    __slots__ = ("cells", "generators", "globals", "holders", "modules", "tensors")
+    __slots__ = ("cells", "functions", "generators", "globals", "holders", "modules", "tensors")
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.generators: list[Any] = []
+        self.functions: list[FunctionType] = []
         self.cells: list[CellType] = []
         self.globals: list[Global] = []
         self.holders: list[Any] = []
@@ -177,7 +179,7 @@ def find_held(fn: Callable[..., Any], objects: Iterable[Any] = ()) -> Found:
 
 def is_holder(kind: type) -> bool:
     """Whether user code may collect something in objects of this class: a collection, or a class of the user's own."""
-    return issubclass(kind, _COLLECTIONS) or (
+    return issubclass(kind, (*_COLLECTIONS, SimpleNamespace)) or (
         kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_OBJECTS) and is_users_own(kind.__module__)
     )
 
@@ -290,6 +292,7 @@ def _parts_of_function(function: FunctionType, found: Found | None = None) -> li
     if (function.__globals__.get("__name__") or "").startswith(_NOT_SEARCHED):
         return list(function.__dict__.values()) if function.__dict__ else []
     if found is not None:
+        found.functions.append(function)
         if function.__closure__:
             found.cells += function.__closure__
         _add_globals(function, found.globals)

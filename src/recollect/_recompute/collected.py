@@ -1,35 +1,47 @@
-"""What user code collects while a region runs: forward has collected it, and once is enough.
+"""What user code changes in collections and objects while a region runs: forward has done so, and once is enough.
 
 Recomputation runs the user's code again, and with it what puts things away: a module that appends its loss to a list, a
-hook that records outputs. What is computed would be there twice, and a tensor keep its graph alive. And code that reads
-what it has collected (``torch.cat(self.features)``) must find what forward found.
+hook that records outputs, a function that keeps its state in a dict. What is computed would be there twice, and a
+tensor keep its graph alive. And code that reads what it has put away must find what forward found.
 
-So a collection in which forward has put something is for recomputation as long as it was at entry, and holds afterwards
-what it held before. Left alone are
+So a collection or object that forward has changed is for recomputation as it was at entry, and holds afterwards what it
+held before. Left alone are
 
-* collections in which forward has put nothing: whoever notes something in recomputation alone means to;
-* whole numbers and texts in collections that functions name (closures, globals), because that is how people count
-  calls. Those in attributes of modules follow the rule for numbers there (`module_state.py`);
+* those that forward has not changed: whoever notes something in recomputation alone means to;
+* whole numbers and texts in what functions name (closures, globals), because that is how people count calls. Those in
+  attributes of modules follow the rule for numbers there (`module_state.py`);
 * functions, modules and the like, which forward has set up for later calls.
 
-Lists and dicts that have grown can be shortened. A dict in which a value took another's place, or a full queue, is for
-recomputation as it stands.
+A list or dict that has grown is shortened, and holds nothing longer than without us. Where a value took another's
+place, the other is held until recomputation, if the code reads such values at all. Otherwise it finds the new one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from threading import get_ident
 from typing import Any
 
 from recollect._core.reachable import is_holder
-from recollect._recompute.contents import COLLECTIONS, contents_of, is_data, is_same, put, size_of, values_of
+from recollect._recompute.contents import (
+    COLLECTIONS,
+    Contents,
+    contents_of,
+    cut_off,
+    is_data,
+    is_same,
+    mapped,
+    put,
+    size_of,
+    values_of,
+)
 
-_MOST = 128  # collections that are looked into, and parts of one whose own parts are looked at
+_MOST = 32  # collections that are looked into
+_FEW = 64  # parts of one whose own parts are looked at
 _DEEPEST = 2  # collections in each other
-_LONG = 512  # of more parts only the number is noted: a list of losses grows as long as the training
+_LONG = 256  # of more parts only the number is noted: a list of losses grows as long as the training
+_COUNTS = frozenset({int, bool, str, type(None)})
 
 _busy: dict[int, tuple[int, _Entry]] = {}  # by id: collections that recomputation on some thread will put back
 
@@ -38,7 +50,7 @@ class Collected:
     """Collections around one execution of a region: noted at entry, `settle`d at exit, `put` for recomputation.
 
     Args:
-        named: those that functions name; whole numbers and texts that recomputation puts there stay.
+        named: those that functions name.
         owned: those in attributes of modules.
     """
 
@@ -49,26 +61,26 @@ class Collected:
         self._entries = [_Entry(part, is_named=False) for part in _walk(owned, seen)]
         self._entries += [_Entry(part, is_named=True) for part in _walk(named, seen)]
 
-    def settle(self, new: Iterable[Any] = ()) -> Collected | None:
-        """At exit: keep those in which forward has put something; None if there are none.
+    def settle(self, new: Iterable[Any], may_read: Callable[[Any, Any], bool]) -> Collected | None:
+        """At exit: keep those that forward has changed; None if there are none.
 
         Args:
             new: collections that stand where nothing stood at entry.
+            may_read: whether the code that ran may read what a collection, or an object, had under a key or name.
         """
-        entries = [entry for entry in self._entries if entry.has_changed()]
         known = {id(entry.part) for entry in self._entries}
-        entries += [_Entry(part, is_named=False, length=0) for part in new if id(part) not in known and size_of(part)]
-        self._entries = entries
-        return self if entries else None
+        self._entries = [entry for entry in self._entries if entry.settle(may_read)]
+        self._entries += [_Entry.of_new(part) for part in new if id(part) not in known and size_of(part)]
+        return self if self._entries else None
 
     def put(self) -> list[Callable[[], None]]:
-        """Before recomputation: shorten them to what they held; gives what puts all back."""
-        return [entry.put(shortens=True) for entry in self._entries]
+        """Before recomputation: set them as they were; gives what puts all back."""
+        return [entry.put() for entry in self._entries]
 
 
 def keep_out_of(named: Iterable[Any]) -> list[Callable[[], None]]:
     """Before recomputation, of collections that were not noted at entry; gives what takes its data out of them."""
-    return [_Entry(part, is_named=True).put(shortens=False) for part in _walk(named, set())]
+    return [_Entry(part, is_named=True).put(keeps_counts=True) for part in _walk(named, set())]
 
 
 class _Entry:
@@ -80,17 +92,41 @@ class _Entry:
 
     __slots__ = ("_is_named", "_length", "_noted", "part")
 
-    def __init__(self, part: Any, *, is_named: bool, length: int | None = None) -> None:
+    def __init__(self, part: Any, *, is_named: bool) -> None:
         self.part, self._is_named = part, is_named
-        self._length = size_of(part) if length is None else length
-        self._noted = _ids_of(part)
+        self._length = size_of(part)
+        self._noted: Contents | None = contents_of(part) if self._length <= _LONG else None
 
-    def has_changed(self) -> bool:
-        """Whether it holds other things, or more."""
-        return size_of(self.part) != self._length or _ids_of(self.part) != self._noted
+    @classmethod
+    def of_new(cls, part: Any) -> _Entry:
+        """One that was empty at entry, or not there."""
+        entry = cls(part, is_named=False)
+        entry._length, entry._noted = 0, None
+        return entry
 
-    def put(self, *, shortens: bool) -> Callable[[], None]:
-        """Take out what forward has put in, if asked to; gives what puts it back, and takes out recomputation's.
+    def settle(self, may_read: Callable[[Any, Any], bool]) -> bool:
+        """Whether forward has changed it, and recomputation has to find it as it was."""
+        part, before, self._noted = self.part, self._noted, None
+        if before is None:
+            return size_of(part) > self._length and self._counts_for_much(_last(part, self._length))
+        now = contents_of(part)
+        if is_same(now, before):
+            return False
+        if not self._counts_for_much(_others(now, before) + _others(before, now)):
+            return False
+        if _has_grown(now, before):
+            return True
+        if _loses_what_is_read(part, now, before, may_read):
+            self._noted = mapped(cut_off, before)
+        else:
+            self._length = len(now)
+        return True
+
+    def _counts_for_much(self, values: list[Any]) -> bool:
+        return any(map(is_data, values)) or not (self._is_named or any(type(value) not in _COUNTS for value in values))
+
+    def put(self, *, keeps_counts: bool = False) -> Callable[[], None]:
+        """Set it as it was; gives what puts it back, but for what counts calls, if asked to keep that.
 
         Does nothing if a recomputation on another thread is at it.
         """
@@ -98,22 +134,23 @@ class _Entry:
         owner = _busy.setdefault(id(part), me)
         if owner[0] != me[0]:
             return _do_nothing
-        held = contents_of(part) if size_of(part) <= _LONG else None
-        grown = _last(part, self._length) if shortens else []
-        hidden = _take(part, self._length) if any(map(is_data, grown)) else []
-        length = size_of(part)
+        now = contents_of(part) if size_of(part) <= _LONG else None
+        hidden: list[Any] = []
+        if self._noted is not None and not keeps_counts:
+            put(part, self._noted)
+        elif size_of(part) > self._length:
+            hidden = _take(part, self._length)
 
         def put_back() -> None:
             if owner is me:
                 del _busy[id(part)]
-            if self._is_named and not any(map(is_data, _added(part, length, held))):
-                if hidden:
-                    _extend(part, [*hidden, *_take(part, length)])
-            elif held is None:
-                _take(part, length)
+            if now is None:
+                _take(part, self._length)
                 _extend(part, hidden)
-            elif not is_same(contents_of(part), held):
-                put(part, held)
+                return
+            made = contents_of(part)
+            if not is_same(made, now) and not (keeps_counts and not any(map(is_data, _others(made, now)))):
+                put(part, now)
 
         return put_back
 
@@ -122,12 +159,26 @@ def _do_nothing() -> None:
     """What puts back what was left alone."""
 
 
-def _ids_of(part: Any) -> list[int] | None:
-    """Which things it holds; None if they are many."""
-    if size_of(part) > _LONG:
-        return None
-    table = part if isinstance(part, COLLECTIONS) else vars(part)
-    return list(map(id, table.values() if isinstance(table, dict) else table))
+def _others(held: Contents, other: Contents) -> list[Any]:
+    """The values that one holds and the other does not."""
+    known = set(map(id, values_of(other)))
+    return [value for value in values_of(held) if id(value) not in known]
+
+
+def _has_grown(now: Contents, before: Contents) -> bool:
+    """Whether the last can be taken out so that the rest is as it was."""
+    count = len(before)
+    if len(now) <= count or isinstance(now, set) or isinstance(before, set):
+        return False
+    if isinstance(now, dict) and isinstance(before, dict):
+        return is_same(dict(list(now.items())[:count]), before)
+    return is_same(values_of(now)[:count], values_of(before))
+
+
+def _loses_what_is_read(part: Any, now: Contents, before: Contents, may_read: Callable[[Any, Any], bool]) -> bool:
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return may_read(part, None)
+    return any(may_read(part, key) for key, value in before.items() if now.get(key) is not value)
 
 
 def _walk(parts: Iterable[Any], seen: set[int]) -> Iterator[Any]:
@@ -139,7 +190,7 @@ def _walk(parts: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             continue
         seen.add(id(part))
         yield part
-        if depth < _DEEPEST and size_of(part) <= _MOST:
+        if depth < _DEEPEST and size_of(part) <= _FEW:
             table = part if isinstance(part, COLLECTIONS) else vars(part)
             values = list(table.values() if isinstance(table, dict) else table)
             kinds = {kind for kind in set(map(type, values)) if is_holder(kind)}
@@ -147,27 +198,19 @@ def _walk(parts: Iterable[Any], seen: set[int]) -> Iterator[Any]:
                 waiting.extend((value, depth + 1) for value in values if type(value) in kinds)
 
 
-def _added(part: Any, length: int, held: Any) -> list[Any]:
-    """What recomputation has put in."""
-    if held is None:
-        return _last(part, length)
-    known = set(map(id, values_of(held)))
-    return [value for value in values_of(contents_of(part)) if id(value) not in known]
-
-
 def _last(part: Any, length: int) -> list[Any]:
     """What a list or dict holds beyond a length; of others nobody knows the order."""
     if not isinstance(part, (list, dict, deque)):
         return []
     values = reversed(part.values() if isinstance(part, dict) else part)
-    return list(islice(values, max(len(part) - length, 0)))
+    return [value for value, _ in zip(values, range(len(part) - length), strict=False)]
 
 
 def _take(part: Any, length: int) -> list[Any]:
-    """Take the last out of a list or dict until it is so long; gives these in their order."""
-    take = part.popitem if isinstance(part, dict) else part.pop if isinstance(part, (list, deque)) else None
-    count = len(part) - length if take is not None else 0
-    return [take() for _ in range(count)][::-1] if take is not None else []
+    """Take the last out until it is so long; gives these in their order."""
+    table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
+    take = table.popitem if isinstance(table, dict) else table.pop
+    return [take() for _ in range(size_of(part) - length)][::-1]
 
 
 def _extend(part: Any, values: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -50,6 +51,13 @@ def put(part: Any, held: Contents) -> None:
     table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
     table.clear()
     (table.extend if isinstance(table, (list, deque)) else table.update)(held)
+
+
+def mapped(fn: Callable[[Any], Any], held: Contents) -> Contents:
+    """The same with other values."""
+    if isinstance(held, dict):
+        return {key: fn(value) for key, value in held.items()}
+    return type(held)(map(fn, held))
 
 
 def cut_off(value: Any) -> Any:

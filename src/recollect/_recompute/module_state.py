@@ -29,8 +29,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recollect._core.attribute_reads import carries
 from recollect._core.reachable import find_held, is_of_library
+from recollect._core.reads import carries, functions_of
 from recollect._core.torch_private.modules import hooks_on_all_modules
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import (
@@ -343,6 +343,10 @@ class ModuleState:
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
         return any(tensor is noted for noted in self._watched) or any(tensor is loose.tensor() for loose in self._loose)
+
+    def find_functions(self) -> list[FunctionType]:
+        """The methods of the modules' classes."""
+        return functions_of(dict.fromkeys(map(type, self._tree.modules(self._roots))))
 
     @property
     def methods(self) -> list[FunctionType]:

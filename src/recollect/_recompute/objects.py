@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
-from recollect._recompute.contents import COLLECTIONS, Contents, contents_of, cut_off, is_same, put
+from recollect._recompute.contents import COLLECTIONS, Contents, contents_of, cut_off, is_same, mapped, put
 
 _FIXED = (Tensor, nn.Module, torch.Generator, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _VALUES = (type(None), bool, int, float, complex, str, bytes, slice, range)
@@ -71,7 +71,7 @@ class ObjectState:
         if not self._entries and self._written is None:
             return None
         # Cut off from the graph, which may lead back here.
-        self._entries = [(part, _mapped(cut_off, held)) for part, held in self._entries]
+        self._entries = [(part, mapped(cut_off, held)) for part, held in self._entries]
         return self
 
     def put(self, region: str) -> Callable[[], None]:
@@ -97,9 +97,3 @@ class ObjectState:
                 put(part, held)
 
         return put_back
-
-
-def _mapped(fn: Callable[[Any], Any], held: Contents) -> Contents:
-    if isinstance(held, dict):
-        return {key: fn(value) for key, value in held.items()}
-    return type(held)(map(fn, held))

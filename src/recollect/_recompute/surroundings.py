@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import compress
+from itertools import chain, compress
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 from recollect._core.pytree import Arguments
 from recollect._core.reachable import Found, find_held
+from recollect._core.reads import functions_of, read_attribute, read_entries
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
@@ -66,7 +68,8 @@ class Surroundings:
     """
 
     __slots__ = (
-        *("_ambient", "_collected", "_collecting", "_context", "_objects", "_restores", "_rng", "_variables"),
+        *("_ambient", "_collected", "_collecting", "_context", "_functions", "_objects", "_restores", "_rng"),
+        "_variables",
         *("is_captured", "modules", "own_generators", "preserved", "region"),
     )
 
@@ -96,6 +99,7 @@ class Surroundings:
         self._restores = restores
         self._variables: Variables | None = None
         self._collected: Collected | None = None
+        self._functions: list[FunctionType] = []
         if restores:
             self._note_held(held)
         generators = held.generators
@@ -114,17 +118,18 @@ class Surroundings:
 
     def _note_held(self, held: Found) -> None:
         """Note what the function and the methods of its modules read beyond attributes, and where they collect."""
-        cells, names, holders, owned = held.cells, held.globals, held.holders, list[Any]()
+        cells, names, holders, functions, owned = held.cells, held.globals, held.holders, held.functions, list[Any]()
         if self.modules is not None:
             owned = self.modules.find_holders()
             for method in self.modules.methods:
                 of_method = find_held(method)
                 cells, names = cells + of_method.cells, names + of_method.globals
-                holders = holders + of_method.holders
+                holders, functions = holders + of_method.holders, functions + of_method.functions
         if cells or names:
             self._variables = Variables(cells, names)
         if holders or owned:
             self._collected = Collected(holders, owned)
+        self._functions = functions
 
     @property
     def watch(self) -> AbstractContextManager[Any] | None:
@@ -158,10 +163,18 @@ class Surroundings:
         if self._objects is not None:
             self._objects = self._objects.settle()
         if self._variables is not None:
-            self._variables.settle()
+            self._variables.settle(self._functions)
         new = self.modules.find_new_holders() if self._restores and self.modules is not None else []
         if self._collected is not None or new:
-            self._collected = (self._collected or Collected((), ())).settle(new)
+            self._collected = (self._collected or Collected((), ())).settle(new, self._may_read)
+        self._functions = []
+
+    def _may_read(self, part: Any, name: Any) -> bool:
+        """Whether the code may read what a dict, or an object's attribute, held at entry; other collections it may."""
+        functions = self._functions if self.modules is None else self._functions + self.modules.find_functions()
+        if isinstance(part, COLLECTIONS):
+            return not isinstance(part, dict) or read_entries(functions)
+        return read_attribute(chain(functions, functions_of([type(part)])), name)
 
     def abandon(self) -> None:
         """The function has raised: leave nothing behind."""

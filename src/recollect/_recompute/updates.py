@@ -49,9 +49,9 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
 
     Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
     need no registration if the class updates them at its first call or never, nor do attributes that its caller sets
-    before a call, or that the module sets itself, nor lists that it appends to. Register buffers that it updates only
-    now and then (every n-th step), tensors and entries of dicts in attributes that it changes in place, and those that
-    others change in place.
+    before a call, or that the module sets itself, nor collections that it changes. Register buffers that it updates
+    only now and then (every n-th step), tensors in attributes that it changes in place, and those that others change in
+    place.
 
     Args:
         module_class: the class, subclasses included.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from operator import attrgetter
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 from weakref import ref
 
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from recollect._core.errors import ChangedInputError
 from recollect._core.reachable import Global, read_cell
+from recollect._core.reads import read_variable
 
 _COUNTS = frozenset({int, bool, str, type(None)})
 
-_GOES_ON = object()  # in place of a value that the function counts up
+_GOES_ON = object()  # in place of a value that a function counts up
+_STANDS = object()  # in place of one that it replaces and never reads: its last result
 _contents = attrgetter("cell_contents")
 
 
@@ -52,16 +54,19 @@ class Variables:
             cells = [(read_cell(cell) or [None])[0] for cell in self._cells]
             return [*cells, *starmap(dict.get, self._globals)]
 
-    def settle(self) -> None:
-        """At exit: see what the function has set itself, and let what counts calls go on."""
+    def settle(self, functions: list[FunctionType]) -> None:
+        """At exit: see what the functions have set themselves, and let what counts calls go on."""
         self._are_set_here = False
         for place, (value, noted) in enumerate(zip(self._read(), self._noted, strict=True)):
             if value is noted or (type(noted) is _NotedTensor and noted.is_of(value)):
                 continue
             if type(value) in _COUNTS and type(noted) in _COUNTS:
                 self._noted[place] = _GOES_ON
-            else:
-                self._are_set_here = True
+                continue
+            self._are_set_here = True
+            at = place - len(self._cells)
+            if not read_variable(functions, *((self._cells[place], None) if at < 0 else self._globals[at])):
+                self._noted[place] = _STANDS
 
     def put(self, region: str, undo: list[Callable[[], None]]) -> None:
         """Before recomputation: set them as forward found them; adds what puts them back.
@@ -74,7 +79,7 @@ class Variables:
         values = self._read()
         moved = []
         for place, (value, noted) in enumerate(zip(values, self._noted, strict=True)):
-            if value is noted or noted is _GOES_ON:
+            if value is noted or noted is _GOES_ON or noted is _STANDS:
                 continue
             if type(noted) is not _NotedTensor:
                 moved.append((place, noted))
