@@ -114,9 +114,7 @@ class _Entry:
             return False
         if not self._counts_for_much(_others(now, before) + _others(before, now)):
             return False
-        if _has_grown(now, before):
-            return True
-        if _loses_what_is_read(part, now, before, may_read):
+        if _has_grown(now, before) or _loses_what_is_read(part, now, before, may_read):
             self._noted = mapped(cut_off, before)
         else:
             self._length = len(now)
