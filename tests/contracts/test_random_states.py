@@ -133,6 +133,25 @@ def in_a_module() -> tuple[Step, Kept]:
     return module, lambda: [module.state, *(module.pair or ()), *module.losses, *module.cache.values()]
 
 
+class Averaging(nn.Module):
+    """Writes into tensors in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.calls = torch.zeros(4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.calls += 1
+        return (x - self.mean).tanh() * self.calls.cos()
+
+
+def in_place() -> tuple[Step, Kept]:
+    module = Averaging()
+    return module, lambda: [module.mean, module.calls]
+
+
 def in_a_generator() -> tuple[Step, Kept]:
     generator = torch.Generator().manual_seed(3)
 
@@ -142,7 +161,17 @@ def in_a_generator() -> tuple[Step, Kept]:
     return step, lambda: [generator.get_state()]
 
 
-PLACES = [in_a_variable, in_a_dict, in_a_list, in_a_queue, in_an_object, in_namespaces, in_a_module, in_a_generator]
+PLACES = [
+    in_a_variable,
+    in_a_dict,
+    in_a_list,
+    in_a_queue,
+    in_an_object,
+    in_namespaces,
+    in_a_module,
+    in_place,
+    in_a_generator,
+]
 POLICIES = [
     None,
     "full",

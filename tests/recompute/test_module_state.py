@@ -415,9 +415,10 @@ class Recurrent(nn.Module):
         self.history = [one.detach() for one in self.history]
 
 
-@pytest.mark.parametrize(
-    "policy", [None, recollect.policies.save_matmuls, recollect.policies.save_ops("aten.tanh.default")]
-)
+KEPT = (None, recollect.policies.save_matmuls, recollect.policies.save_ops("aten.tanh.default"))
+
+
+@pytest.mark.parametrize("policy", KEPT)
 @pytest.mark.parametrize("lets_go", [False, True])
 def test_what_a_module_carries_in_attributes_is_as_forward_found_it(policy: Any, lets_go: bool) -> None:
     found = []
@@ -439,6 +440,39 @@ def test_what_a_module_carries_in_attributes_is_as_forward_found_it(policy: Any,
         found.append(grads)
     for plain, ours in zip(*found, strict=True):
         assert all(map(torch.equal, plain, ours))
+
+
+class Averaging(nn.Module):
+    """Takes off a moving average that is no buffer, only an attribute."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), torch.arange(4.0)
+        self.mean = None if is_late else torch.zeros(4)
+        self.count = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.mean is None:
+            self.mean = torch.zeros(4)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            self.count.data += 1
+        return torch.tanh((y - self.mean) * self.count.clone() * self.table.sin())
+
+
+@pytest.mark.parametrize("policy", KEPT)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_tensor_in_an_attribute_that_a_module_writes_into_is_as_forward_found_it(policy: Any, is_late: bool) -> None:
+    found = []
+    for applies in (False, True):
+        torch.manual_seed(0)
+        module = Averaging(is_late)
+        run = recollect.checkpoint(module, policy=policy) if applies else module
+        for _ in range(3):
+            backward(run(run(torch.randn(3, 4))).sum())
+        found.append([*gradients(module), module.mean, module.count])
+    assert all(map(torch.equal, *found))
 
 
 def test_what_a_module_only_shows_lives_no_longer_than_without_us() -> None:

@@ -12,8 +12,8 @@ held before. Left alone are
   attributes of modules follow the rule for numbers there (`module_state.py`);
 * functions, modules and the like, which forward has set up for later calls.
 
-So what they held lives until recomputation. The exception is a value of a dict or an object whose place another took, if
-the code reads no such values: its last result. Of a long collection only the length is noted, and it is shortened.
+So what they held lives until recomputation. The exception is a value of a dict or an object whose place another took,
+if the code reads no such values: its last result. Of a long collection only the length is noted; it is shortened.
 """
 
 from __future__ import annotations

@@ -91,10 +91,14 @@ class ModuleAttributes:
     Attributes:
         generators: those that are random generators.
         holders: those in which forward may collect something.
+        may_be_tensors: tensors, and what is None.
         is_new: whether no call has ended since it was made.
     """
 
-    __slots__ = ("_inner", "_names", "_readers", "_sizes", "_unset", "_unset_here", "generators", "holders", "is_new")
+    __slots__ = (
+        *("_inner", "_names", "_readers", "_sizes", "_unset", "_unset_here", "generators", "holders", "is_new"),
+        "may_be_tensors",
+    )
 
     def __init__(self, modules: list[nn.Module], tables: list[Table], inner: list[Table]) -> None:
         self._inner = inner
@@ -104,12 +108,16 @@ class ModuleAttributes:
         self.generators = _find_generators(tables)
         self._unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
         self.holders: list[Place] = []
+        self.may_be_tensors: list[Place] = []
         self._unset_here: list[Place] = []  # where somebody may put a collection later
         for number, (table, names) in enumerate(zip(tables, self._names, strict=True)):
             if len(names) > 1 or (names and TRAINING not in names):
                 own = [(name, value) for name, value in table.items() if name not in _TABLES]
                 self.holders += [(number, name) for name, value in own if is_holder(type(value))]
                 self._unset_here += [(number, name) for name, value in own if value is None]
+                self.may_be_tensors += [
+                    (number, name) for name, value in own if value is None or isinstance(value, Tensor)
+                ]
         self.is_new = True
 
     def read(self, roots: list[nn.Module]) -> list[Settings] | None:

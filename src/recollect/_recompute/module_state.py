@@ -11,9 +11,9 @@ parameters and buffers are noted, parameters and buffers by identity and version
 * a tensor or a part that has been *replaced* since (``functional_call``, a swapped parameter) is put back meanwhile,
   unless it was FSDP that put a shard in its place, or took one away: whoever gathers it does so again;
 * a tensor that has been *changed in place* since (an optimizer step) is an error where recomputation reads it;
-* a buffer that the region itself updates (running statistics, power iterations, counters) is replaced by a copy of
-  its value at entry: recomputation reads what forward read, and what it writes is thrown away; so is a parameter that
-  the region writes itself (a layer that sets itself up from its first data);
+* a buffer, or a tensor in an attribute, that the region itself updates in place (running statistics, power iterations,
+  counters) is replaced by a copy of its value at entry: recomputation reads what forward read, and what it writes is
+  thrown away; so is a parameter that the region writes itself (a layer that sets itself up from its first data);
 * ``requires_grad`` of a parameter is as it was at entry.
 
 Which state that is, `updates.py` and `writes.py` know.
@@ -157,6 +157,8 @@ class ModuleState:
             for module in tree.modules(roots):
                 self._note_state(module, exempt, exact=exact)
             self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
+        if tree.attributes.may_be_tensors:
+            self._note_tensors()
         if watches and roots:
             places = tree.written.get(roots[0].training)
             if places is None or places:
@@ -212,6 +214,24 @@ class ModuleState:
                 continue
             exempt.add(id(tensor))
 
+    def _note_tensors(self) -> None:
+        """Tensors in attributes: those that their modules write into are state, too."""
+        modules = self._tree.modules(self._roots)
+        for number, name in self._tree.attributes.may_be_tensors:
+            module = modules[number]
+            tensor = vars(module).get(name)
+            if not isinstance(tensor, Tensor) or tensor.requires_grad:
+                continue
+            writes = find_learned(module).get(name)
+            if writes:
+                self._state.append((module, name, copy_value(tensor)))
+            elif writes is None and not carries(type(module), name):
+                learn(module, name, moved=False)  # its last result
+            elif writes is None:
+                if self._trial is None:
+                    self._trial = Trial()
+                self._trial.add(module, name, tensor)
+
     def _changed_settings(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Attributes that are not as they were at entry: where each stands, its name, and its value then."""
         tree, own = self._tree, self._own_settings or ()
@@ -249,7 +269,7 @@ class ModuleState:
         for module, name, tensor, version, copied in trial.conclude():
             if has_moved(module, name, tensor, version, copied):
                 self._state.append((module, name, copied))
-            else:
+            elif name in module._buffers:  # noqa: SLF001
                 self._watched = [*self._watched, tensor]  # not in place: the list may be the tree's
                 self._versions.append(version)
         self._trial = None

@@ -1,9 +1,9 @@
 """Which state a module updates in its own forward: declared by the user, listed here, or learned.
 
-What a class updates is learned at its first call, in each of training and evaluation mode: its buffers are copied, and
-those that moved, or hold other values, are its own. Buffers that only a later instance has are learned at its call. The
-statistics of BatchNorm and its kin are only written while training, so they are listed and need no copy. Anything else,
-Python attributes included, can be declared with `register_state`.
+What a class updates is learned at its first call, in each of training and evaluation mode: its buffers, and tensors in
+its attributes, are copied, and those that moved, or hold other values, are its own. Those that only a later instance
+has are learned at its call. The statistics of BatchNorm and its kin are only written while training, so they are listed
+and need no copy. Anything else, Python attributes included, can be declared with `register_state`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
 
     Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
     need no registration if the class updates them at its first call or never, nor do attributes that its caller sets
-    before a call, or that the module sets itself, nor collections that it changes. Register buffers that it updates
-    only now and then (every n-th step), tensors in attributes that it changes in place, and those that others change in
-    place.
+    before a call, or that the module sets or writes into itself, nor collections that it changes. Register buffers
+    that it updates only now and then (every n-th step), tensors inside collections that it writes into, and what others
+    change in place.
 
     Args:
         module_class: the class, subclasses included.
@@ -169,7 +169,9 @@ def has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None,
 
     Values are compared because ``.data`` and some kernels, such as those of batch norm, move no version.
     """
-    if module._buffers.get(name) is not tensor or version_of(tensor) != version:  # noqa: SLF001
+    is_buffer = name in module._buffers  # noqa: SLF001
+    # Another tensor in an attribute is no write: see `module_state.py`.
+    if (is_buffer and module._buffers[name] is not tensor) or version_of(tensor) != version:  # noqa: SLF001
         return True
     if type(tensor) is not Tensor or tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
