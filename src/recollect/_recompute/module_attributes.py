@@ -9,8 +9,10 @@ names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from operator import call, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,17 +29,22 @@ Settings = Any
 Place = tuple[int, str]
 """An attribute: the number of its module, and its name."""
 
-TRAINING = "training"
+TRAINING, FORWARD = "training", "forward"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_CALLABLES = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
 _COLLECTIONS = frozenset({list, tuple, dict, set})
 _TABLES = frozenset(vars(nn.Module())) - {TRAINING}
-_HOOKS = (itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks"))
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def is_plain(value: Any) -> bool:
     """Whether an attribute of this value is noted by value."""
     return type(value) in _PLAIN
+
+
+def is_callable(value: Any) -> bool:
+    """Whether an attribute of this value is a function, or a class: what a module computes with."""
+    return isinstance(value, _CALLABLES)
 
 
 def is_flag(value: Any) -> bool:
@@ -50,12 +57,12 @@ def _name_settings(module: nn.Module) -> tuple[str, ...]:
     table = vars(module)
     own = type(module).__module__
     if own.startswith("torch.") and not isinstance(module, _DROPOUTS):
-        return (TRAINING,) if TRAINING in table else ()
+        return tuple(name for name in (TRAINING, FORWARD) if name in table)
     return tuple(name for name, value in table.items() if name not in _TABLES and _is_noted(value))
 
 
 def _is_noted(value: Any) -> bool:
-    return is_plain(value) or type(value) in _COLLECTIONS or isinstance(value, Tensor)
+    return is_plain(value) or type(value) in _COLLECTIONS or isinstance(value, Tensor) or is_callable(value)
 
 
 def _reader_of(names: tuple[str, ...]) -> Callable[[Table], Any]:
@@ -164,11 +171,6 @@ class ModuleAttributes:
         found = [tables[number].get(name) for number, name in self._unset_here]
         return [value for value in found if value is not None and is_holder(type(value))]
 
-    def find_hooks(self, roots: list[nn.Module]) -> list[Callable[..., Any]]:
-        """Forward hooks of the modules."""
-        tables = self._tables(roots)
-        return [hook for of in _HOOKS if any(map(of, tables)) for table in tables for hook in of(table).values()]
-
     def find_new_generators(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
         """After the first call: random generators that it has made, and whether there was None before, or nothing.
 
@@ -181,13 +183,12 @@ class ModuleAttributes:
             self._sizes = []
         return [(tables[place[0]], place[1], place in self._unset) for place in found]
 
-    def find_made(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
-        """Numbers and flags that a call has made, as `find_new_generators` gives them: what is added stands behind."""
+    def find_made(self, roots: list[nn.Module]) -> list[tuple[Table, str]]:
+        """Attributes that were made since this was: what is added stands behind."""
         grown = [
             (table, size) for table, size in zip(self._tables(roots), self._sizes, strict=False) if len(table) > size
         ]
-        names = [(table, name) for table, size in grown for name in islice(table, size, None)]
-        return [(table, name, False) for table, name in names if is_plain(table[name])]
+        return [(table, name) for table, size in grown for name in islice(table, size, None)]
 
     def by_name(self, settings: list[Settings]) -> Iterator[Table]:
         """What `read` gave, of each module by name."""

@@ -29,9 +29,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recollect._core.reachable import find_held, is_of_library
+from recollect._core.reachable import find_held
 from recollect._core.reads import carries, functions_of
-from recollect._core.torch_private.modules import hooks_on_all_modules
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import (
     ChangedWatch,
@@ -42,9 +41,9 @@ from recollect._recompute.changes import (
     flags_of,
     versions_of,
 )
-from recollect._recompute.contents import cut_off_all
 from recollect._recompute.memory import Memory
-from recollect._recompute.module_attributes import TRAINING, Table, is_flag, is_plain
+from recollect._recompute.module_hooks import Noted
+from recollect._recompute.module_settings import ModuleSettings
 from recollect._recompute.module_tree import ModuleTree, find_watched
 from recollect._recompute.updates import (
     States,
@@ -87,11 +86,6 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _is_same(now: Any, noted: Any) -> bool:
-    """Whether an attribute that was replaced has the same value. Only plain ones are compared, not tensors."""
-    return type(now) is type(noted) and is_plain(noted) and bool(now == noted)
-
-
 def _layout(tensor: object) -> tuple[Any, Any]:
     return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
@@ -118,8 +112,8 @@ class ModuleState:
     """
 
     __slots__ = (
-        *("_flags", "_loose", "_new", "_own_settings", "_restores", "_roots", "_settings", "_state", "_tree"),
-        *("_trial", "_versions", "_watched", "_written", "is_watching", "watch"),
+        *("_flags", "_hooks", "_is_settled", "_loose", "_restores", "_roots", "_settings", "_state", "_tree", "_trial"),
+        *("_versions", "_watched", "_written", "is_watching", "watch"),
     )
 
     def __init__(
@@ -139,10 +133,9 @@ class ModuleState:
             settings = tree.attributes.read(roots)
             if memory is not None:
                 memory.tree = tree
-        self._tree, self._roots, self._settings, self._restores = tree, roots, settings or [], restores
-        # The attributes that forward sets, by module and name; None while it runs.
-        self._own_settings: set[tuple[int, str]] | None = None
-        self._new: list[tuple[dict[str, Any], str, bool]] = []  # generators that forward has made
+        self._tree, self._roots, self._restores, self._is_settled = tree, roots, restores, False
+        self._settings = ModuleSettings(tree, roots, settings or [], restores=restores)
+        self._hooks: Noted | None = None  # those that forward ran
         self._loose = list(map(Loose, loose))
         self._state: States = []
         self._trial: Trial | None = None
@@ -232,18 +225,6 @@ class ModuleState:
                     self._trial = Trial()
                 self._trial.add(module, name, tensor)
 
-    def _changed_settings(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """Attributes that are not as they were at entry: where each stands, its name, and its value then."""
-        tree, own = self._tree, self._own_settings or ()
-        for number, (module, noted) in enumerate(
-            zip(tree.modules(self._roots), tree.attributes.by_name(self._settings), strict=True)
-        ):
-            table = vars(module)
-            for name, value in noted.items():
-                now = table.get(name, value)
-                if now is not value and (number, name) not in own and not _is_same(now, value):
-                    yield table, name, value
-
     def find_generators(self) -> list[Any]:
         """The random generators that the modules hold."""
         attributes = self._tree.attributes
@@ -251,9 +232,6 @@ class ModuleState:
 
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
-        attributes = self._tree.attributes
-        if attributes.is_new:
-            self._new = attributes.find_new_generators(self._roots)
         if self.watch is not None:
             watch, self.watch = self.watch, None
             self._settle_written(watch)
@@ -261,9 +239,13 @@ class ModuleState:
             self._learn_late()
         if self._trial is not None:
             self._settle_trial(self._trial)
-        self._own_settings = set()
-        if not attributes.are(self._roots, self._settings):
-            self._note_own_settings()
+        has_state = bool(self._written or self._has_kept_state()) or not self._tree.has_same_parts()
+        self._settings.settle(has_state=has_state, find_set_up=self._find_set_up)
+        self._hooks = self._tree.hooks.note() if self._restores else None
+        self._is_settled = True
+
+    def _has_kept_state(self) -> bool:
+        return any(value is not _MISSING for _, _, value in self._state)
 
     def _settle_trial(self, trial: Trial) -> None:
         for module, name, tensor, version, copied in trial.conclude():
@@ -274,41 +256,7 @@ class ModuleState:
                 self._versions.append(version)
         self._trial = None
 
-    def _note_own_settings(self) -> None:
-        numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
-        # Flags go with the state that forward sets together with them: whether a layer has set itself up.
-        restores = self._restores or bool(
-            self._written
-            or any(value is not _MISSING for _, _, value in self._state)
-            or not self._tree.has_same_parts()
-        )
-        set_by_forward = [place for place in self._changed_settings() if place[1] != TRAINING]
-        made = self._tree.attributes.find_made(self._roots) if restores else []
-        has_flags = any(is_flag(value) for _, _, value in set_by_forward) or any(
-            is_flag(at[name]) for at, name, _ in made
-        )
-        done = self._find_done() if restores and has_flags else set()
-
-        def goes_back(table: Table, value: Any) -> bool:
-            return restores and is_plain(value) and not (is_flag(value) and numbers[id(table)] in done)
-
-        self._new += [place for place in made if goes_back(place[0], place[0][place[1]])]
-        others = {
-            (numbers[id(table)], name): value for table, name, value in set_by_forward if not goes_back(table, value)
-        }
-        modules = self._tree.modules(self._roots)
-        carried = {
-            (number, name): cut_off_all(value)
-            for (number, name), value in others.items()
-            if self._restores and not is_plain(value) and carries(type(modules[number]), name)
-        }
-        self._own_settings = others.keys() - carried.keys()
-        # What else it has replaced, such as its last result, lives no longer than without us.
-        self._settings = self._tree.attributes.replaced(
-            self._settings, carried | dict.fromkeys(self._own_settings, None)
-        )
-
-    def _find_done(self) -> set[int]:
+    def _find_set_up(self) -> set[int]:
         """The numbers of modules whose flags may say what forward has set up and nobody undoes: hooks and parts.
 
         Not of those that wrote state of their own, which goes back, and is then set up again.
@@ -353,8 +301,7 @@ class ModuleState:
 
     def find_hooked(self) -> list[Any]:
         """Those in which forward hooks on the modules, or on all modules, may collect something."""
-        hooks = [*self._tree.attributes.find_hooks(self._roots), *hooks_on_all_modules()]
-        return [holder for hook in hooks if not is_of_library(hook) for holder in find_held(hook).holders]
+        return [holder for hook in self._tree.hooks.find() for holder in find_held(hook).holders]
 
     def is_stand_in(self, tensor: Tensor) -> bool:
         """Whether this stood for a parameter in the last recomputation."""
@@ -415,8 +362,10 @@ class ModuleState:
         self.is_watching = bool(changed)
         tree = self._tree
         flipped = find_flipped(tree.watched, self._flags, self._loose)
-        if not (changed or flipped or self._state or self._written or self._new or self._trial is not None) and (
-            tree.attributes.are(self._roots, self._settings) and tree.has_same_parts()
+        if not (changed or flipped or self._state or self._written or self._trial is not None) and (
+            not self._settings.have_changed()
+            and tree.has_same_parts()
+            and (not self._restores or tree.hooks.are(self._hooks))
         ):
             return None
         stack = ExitStack()
@@ -458,16 +407,9 @@ class ModuleState:
                 if now is not tensor and not is_swapped:
                     table[name] = tensor
                     stack.callback(_put_back, table, name, tensor, now)
-        for table, name, value in self._changed_settings():
-            # While forward runs (a backward inside it), nobody knows which of the others are its own.
-            if self._own_settings is not None or name == TRAINING:
-                stack.callback(table.__setitem__, name, table[name])
-                table[name] = value
-        for table, name, was_none in self._new:
-            if name in table:
-                stack.callback(table.__setitem__, name, table.pop(name))
-                if was_none:
-                    table[name] = None
+        self._settings.put(stack)
+        if self._restores and self._is_settled:
+            self._tree.hooks.put(self._hooks, stack)
         # A backward inside the function recomputes while buffers are still on trial: they may be updated, too.
         on_trial = [] if self._trial is None else self._trial.states()
         for module, name, value in (*self._state, *on_trial):

@@ -12,6 +12,7 @@ from torch import Tensor, jit, nn
 
 from recollect._core.reachable import find_methods
 from recollect._recompute.module_attributes import ModuleAttributes, Table
+from recollect._recompute.module_hooks import ModuleHooks
 from recollect._recompute.writes import Place
 
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
@@ -80,13 +81,14 @@ class ModuleTree:
         child_counts: how many.
         watched: the parameters that recomputation must find unchanged.
         attributes: what else forward may read of them.
+        hooks: their forward hooks.
         methods: of the user's own classes, those that read variables beyond attributes.
         written: by training mode, the parameters that forward writes itself, as far as that has been asked.
     """
 
     __slots__ = (
         *("_empty", "_filled", "_inner", "_inner_tables", "_parts", "_roots"),
-        *("attributes", "buffer_counts", "buffers", "child_counts", "children", "methods", "parameter_counts"),
+        *("attributes", "buffer_counts", "buffers", "child_counts", "children", "hooks", "methods", "parameter_counts"),
         *("parameters", "watched", "written"),
     )
 
@@ -110,6 +112,7 @@ class ModuleTree:
         self.watched = find_watched(self.parameters)
         self.written: dict[bool, list[Place]] = {}
         self.attributes = ModuleAttributes(modules, attributes, self._inner_tables)
+        self.hooks = ModuleHooks(attributes)
         self.methods = find_methods(set(map(type, modules)))
 
     def is_of(self, roots: list[nn.Module]) -> bool:

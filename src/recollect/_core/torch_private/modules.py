@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from sys import _getframe
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +54,16 @@ def is_running(call: FrameType) -> bool:
     return frame is not None
 
 
-def hooks_on_all_modules() -> list[Callable[..., object]]:
-    """Forward hooks that were registered for every module of the process."""
-    return [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
+def global_hook_tables() -> list[tuple[dict[int, Any], ...]]:
+    """The tables of forward hooks and pre-hooks on all modules, each with those that say how some are called."""
+    return [
+        (
+            _module._global_forward_hooks,
+            _module._global_forward_hooks_with_kwargs,
+            _module._global_forward_hooks_always_called,
+        ),
+        (_module._global_forward_pre_hooks,),
+    ]
 
 
 @contextmanager
