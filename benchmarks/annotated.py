@@ -64,7 +64,8 @@ class RematBlock(Block):
         return wrapped
 
     def _down(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return x + self.dropout(self.mlp.down(hidden))
+        result: Tensor = x + self.dropout(self.mlp.down(hidden))
+        return result
 
 
 def _rotated(qkv: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

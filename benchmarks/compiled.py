@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,7 +76,9 @@ def loss_of(model: LlamaLike, ids: Tensor, run: Layers) -> Tensor:
 
 def make_step(model: LlamaLike, ids: Tensor, candidate: Candidate) -> Step:
     prepared, run = candidate.prepare(model)
-    loss = torch.compile(own_code(loss_of), fullgraph=True, dynamic=False, options=dict(candidate.options))
+    loss: Callable[..., Tensor] = torch.compile(
+        own_code(loss_of), fullgraph=True, dynamic=False, options=dict(candidate.options)
+    )
 
     def step() -> None:
         model.zero_grad(set_to_none=False)

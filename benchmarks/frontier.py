@@ -116,14 +116,12 @@ class Bench:
         forwards = {block: block.forward for block in blocks}
         contexts: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
         for block, own in forwards.items():
-            block.forward = functools.partial(  # type: ignore[method-assign]
-                torch.utils.checkpoint.checkpoint, own, use_reentrant=False, **contexts
-            )
+            block.forward = functools.partial(torch.utils.checkpoint.checkpoint, own, use_reentrant=False, **contexts)
         try:
             yield
         finally:
             for block in forwards:
-                del block.forward  # type: ignore[method-assign]
+                del block.forward
 
 
 def _selective_contexts() -> Any:

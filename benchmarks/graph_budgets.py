@@ -39,8 +39,8 @@ def make(name: str) -> Subject:
     if name == CONVNEXT:
         packaged = MODELS["convnext"]
         size = TINY._replace(batch=8)
-        model, inputs = packaged.build(size), packaged.inputs(size)
-        return Subject(model=model, lose=lambda call: call(**inputs).loss)
+        convnext, named = packaged.build(size), packaged.inputs(size)
+        return Subject(model=convnext, lose=lambda call: call(**named).loss)
     case = list_cases("cpu", "small")[name]
     model, inputs, _ = case.make("cpu")
     return Subject(model=model, lose=lambda call: case.run_forward(call, inputs, "cpu"))

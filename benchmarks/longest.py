@@ -168,8 +168,8 @@ def main() -> None:
     for name, found in predict(options, device, unit) if device != "cpu" else ():
         starts[name] = max(1, found.value // unit)
         per_token = found.step_s / max(1, found.value * options.batch)
-        peak = f"{found.peak_bytes / 2**30:.1f} GiB"
-        print(f"{name:16s} {found.value:7d} tokens, {per_token * 1e6:8.2f} µs a token, {peak}, predicted", flush=True)
+        gib = f"{found.peak_bytes / 2**30:.1f} GiB"
+        print(f"{name:16s} {found.value:7d} tokens, {per_token * 1e6:8.2f} µs a token, {gib}, predicted", flush=True)
     for name, way in ways.items() if not options.dry else ():
         if options.only and name not in options.only:
             continue

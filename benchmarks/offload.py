@@ -28,7 +28,6 @@ from devices import refuse_missing
 from llama_like import LlamaLike
 from offload_disk import measure_disk
 from offload_host import MOST_US, measure_host
-from peers import Call
 from peers import plain as call_plain
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
@@ -36,7 +35,7 @@ from training import COMPUTE, SMALL, Model, each_block, train
 
 import recollect
 from recollect._bench.alternate import alternate
-from recollect._bench.rivals import StashingOffloader
+from recollect._bench.rivals import Call, StashingOffloader
 from recollect._offload.disk import CHUNK_BYTES
 from recollect._offload.offload import Offload
 from recollect._offload.streams import DeviceClock
@@ -60,12 +59,12 @@ class Subject:
             self.model.zero_grad(set_to_none=False)
             with context():
                 loss = self.model(self.ids, run)
-            loss.backward()
+            torch.autograd.backward(loss)
 
         return go
 
 
-def recomputed(function: Any, *args: Any) -> Any:
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     return recollect.checkpoint(function)(*args)
 
 
@@ -147,7 +146,7 @@ def hidden(subject: Subject, floor: int, carried: float) -> None:
 def region_inputs(subject: Subject) -> None:
     around, inside = recollect.offload(), recollect.offload()
 
-    def with_inputs_away(function: Any, *args: Any) -> Any:
+    def with_inputs_away(function: Callable[..., Any], *args: Any) -> Any:
         return recollect.checkpoint(function, offload_inputs=True, offload_to=inside)(*args)
 
     steps = {

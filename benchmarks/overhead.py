@@ -22,12 +22,13 @@ import torch
 from cases import Case, Choice, Row, Setting, main
 from lengths import length_case
 from llama_like import Layers, one_by_one
-from peers import TORCH, Call, Engine, engines, missing, plain
+from peers import TORCH, Engine, engines, missing, plain
 from real_models import small_cases
 from torch import Tensor, nn
 from training import COMPUTE, LAUNCH, PLAIN, SMALL, Model, each_block, gradient_differences, live_bytes, measure
 
 from recollect._bench.alternate import Step, Timing
+from recollect._bench.rivals import Call
 
 # A whole step of a model, on an accelerator.
 

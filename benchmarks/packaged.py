@@ -248,7 +248,7 @@ def blocks_of(model: nn.Module) -> list[Any]:
 def without_cache(model: Any) -> Any:
     """As a package's switch does it: torch's checkpoint cannot run a block again that has filled a cache."""
     for module in model.modules():  # a decoder inside may have a config of its own
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False
     return model
@@ -284,6 +284,7 @@ def ways_of(model: Any, contenders: tuple[str, ...]) -> list[str]:
 def prepare(model: nn.Module, contender: str) -> Any:
     """The model, to be trained this way; None where it has no such switch."""
     model = twin(model)
+    switched: Any = model
     if contender == OURS:
         recollect.apply(model)
     elif contender == OURS_SELECTIVE:
@@ -291,13 +292,13 @@ def prepare(model: nn.Module, contender: str) -> Any:
     elif contender in {SWITCH, REENTRANT}:
         options = {"use_reentrant": contender == REENTRANT}
         if hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            switched.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         elif contender == SWITCH:
-            model.enable_gradient_checkpointing()
+            switched.enable_gradient_checkpointing()
         else:
             return None
     elif contender in {BY_HAND, SAC}:
-        more = {"context_fn": _selective_contexts} if contender == SAC else {}
+        more: dict[str, Any] = {"context_fn": _selective_contexts} if contender == SAC else {}
         for block in blocks_of(without_cache(model)):
             block.forward = partial(rival.checkpoint, block.forward, use_reentrant=False, **more)
     return model

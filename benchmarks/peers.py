@@ -15,7 +15,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import recollect
 from recollect._bench.rivals import Call, call_reentrant, call_remat, call_torch, find_package
 
-torch_remat = find_package("torch_remat")
+torch_remat: Any = find_package("torch_remat")
 OURS = "recollect"
 OURS_WRAPPING = "recollect, wrapped at each call"
 TORCH = "torch"

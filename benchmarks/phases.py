@@ -6,6 +6,7 @@ from typing import Any
 
 from recollect._fit import fit as fitting
 from recollect._fit import run, work
+from recollect._plan.solvers.bound import LowerBound
 
 
 class Phases:
@@ -51,6 +52,6 @@ def watched(clock: Callable[[], float]) -> Iterator[Phases]:
         phases.watch(stack, work, "measured_overheads", "overheads")
         phases.watch(stack, work, "measured_sending", "sending")
         phases.watch(stack, work, "_measure_link", "link")
-        phases.watch(stack, work.Bound, "seconds", "bound")
+        phases.watch(stack, LowerBound, "seconds", "bound")
         phases.watch(stack, fitting, "apply", "apply")
         yield phases

@@ -36,9 +36,10 @@ def of(name: str, config: str, **options: Any) -> Build:
     def build() -> nn.Module:
         import transformers
 
-        made: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**options))
+        made: Any = getattr(transformers, name)(getattr(transformers, config)(**options))
         made.set_experts_implementation("eager") if hasattr(made, "set_experts_implementation") else None
-        return made.train()
+        trained: nn.Module = made.train()
+        return trained
 
     return build
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from annotated import NamedBlock, RematBlock
 from cases import Case, Choice, Row, Setting, main
-from llama_like import Layers, LlamaLike, one_by_one
+from llama_like import Block, Layers, LlamaLike, one_by_one
 from peers import OURS, REMAT, REMAT_BARE, engines, missing, ours_keeping, torch_keeping
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -148,9 +148,13 @@ class _EveryNth:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def blocks_of(model: LlamaLike) -> list[Block]:
+    return [block for block in model.layers if isinstance(block, Block)]
+
+
 def candidates(model: LlamaLike, keep: Keep, ops: Ops, device: torch.device) -> dict[str, Layers]:
     """Every way to keep this."""
-    named = nn.ModuleList(NamedBlock(block) for block in model.layers)
+    named = nn.ModuleList(NamedBlock(block) for block in blocks_of(model))
     runs: dict[str, Layers] = {
         BY_REGIONS: instead(named, each_block(ours_keeping(our_policy_by_regions(keep)))),
         BY_OPS: each_block(ours_keeping(our_policy_by_ops(keep, ops))),
@@ -159,7 +163,7 @@ def candidates(model: LlamaLike, keep: Keep, ops: Ops, device: torch.device) -> 
     kept_calls = [path.rpartition(".")[2] for path in keep.linears] + ["sdpa"]
     for engine in engines(device):
         if engine.name in {REMAT, REMAT_BARE}:
-            annotated = nn.ModuleList(RematBlock(block, kept_calls) for block in model.layers)
+            annotated = nn.ModuleList(RematBlock(block, kept_calls) for block in blocks_of(model))
             runs[engine.name] = instead(annotated, each_block(engine.call))
     return runs
 
@@ -176,7 +180,7 @@ class Calls(TorchDispatchMode):
     """Counts the calls of each overload, and the FLOPs of those that have a formula."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count: Counter[OpOverload] = Counter()
         self.flops = 0
 
@@ -194,7 +198,7 @@ class Made(TorchDispatchMode):
     """Remembers what some overloads make, without holding it alive."""
 
     def __init__(self, ops: tuple[OpOverload, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ops = ops
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -348,8 +352,8 @@ def flops_cases(setting: Setting) -> Iterator[Case]:
             again = {label: calls.count[op] - plain.count[op] for label, calls in counted.items()}
             case.rows.append({"overload": str(op), "plain": plain.count[op], "policy_says": says.get(op), **again})
         flops_says = sum(
-            2 * ids.numel() * block.get_submodule(path).weight.numel()
-            for block in model.layers
+            2 * ids.numel() * block.get_parameter(f"{path}.weight").numel()
+            for block in blocks_of(model)
             for path in keep.linears_again
         )
         flops_again = {label: calls.flops - plain.flops for label, calls in counted.items()}
@@ -383,7 +387,8 @@ def memory_cases(setting: Setting) -> Iterator[Case]:
 
 def _counted(model: LlamaLike, ids: Tensor, run: Layers) -> Calls:
     train(model, ids, run)  # whatever an engine sets up once is not the step's
-    with Calls() as calls:
+    calls = Calls()
+    with calls:
         train(model, ids, run)
     return calls
 

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from cases import Setting
 from llama_like import Layers, LlamaLike, one_by_one
-from peers import Call
 from torch import Tensor, nn
 
 from recollect._bench.alternate import Step, Timing
+from recollect._bench.rivals import Call
 from recollect._profile.memory import LiveBytes
 
 PLAIN = "plain"

@@ -41,7 +41,7 @@ def call_model(model: Any, *inputs: torch.Tensor) -> Any:
 
 
 def make_step(arena: Arena, budget_bytes: int | None, tiers: str | None) -> Callable[[], None]:
-    options = {}
+    options: dict[str, Any] = {}
     if budget_bytes is not None:
         options = {"custom_partitioner_fn": recollect.partitioner(budget=budget_bytes, tiers=tiers)}
     call = partial(torch.compile(own_code(call_model), options=options), arena.model)
