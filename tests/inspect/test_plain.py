@@ -97,11 +97,12 @@ def test_backward_is_timed_as_a_part_of_the_step() -> None:
         loss.backward(retain_graph=True)
         torch.autograd.grad(loss, x)
 
-    engine = torch.autograd.Variable._execution_engine
+    backward = torch.autograd.graph._engine_run_backward
     body = time_plainly(step, rewind=lambda: None, device=CPU, apart=(), peak_bytes=0).body
     assert body.backward_s is not None
     assert 0 < body.backward_s < body.host_s
-    assert torch.autograd.Variable._execution_engine is engine
+    assert torch.autograd.graph._engine_run_backward is backward
+    assert torch.autograd._engine_run_backward is backward  # type: ignore[attr-defined]
 
 
 def test_a_backward_inside_of_a_backward_is_timed_once_and_a_step_that_fails_leaves_the_engine() -> None:
@@ -127,7 +128,8 @@ def test_a_backward_inside_of_a_backward_is_timed_once_and_a_step_that_fails_lea
     body = time_plainly(step, rewind=lambda: None, device=CPU, apart=(), peak_bytes=0).body
     assert body.backward_s is not None
     assert 0 < body.backward_s < body.host_s
-    engine = torch.autograd.Variable._execution_engine
+    backward = torch.autograd.graph._engine_run_backward
     with pytest.raises(ZeroDivisionError):
         time_plainly(lambda: 1 / 0, rewind=lambda: None, device=CPU, apart=(), peak_bytes=0)
-    assert torch.autograd.Variable._execution_engine is engine
+    assert torch.autograd.graph._engine_run_backward is backward
+    assert torch.autograd._engine_run_backward is backward  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """A profiled step: exact bytes, right places, and everything as it was found."""
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -774,6 +775,72 @@ def test_a_function_that_ran_its_backward_and_returns_the_loss_is_left_alone() -
     once = recollect.profile(step)
     assert sum(call.op == "aten.addmm.default" for call in once.calls) == 5
     assert sum(call.op == "aten.gelu_backward.default" for call in once.calls) == 3
+
+
+def backward_of_the_loss(scale: float, *, together: bool) -> Callable[[], Tensor]:
+    """A step that runs the backward of what it returns: scaled, as by a GradScaler, or added to another loss."""
+    model = Net()
+
+    def step() -> Tensor:
+        loss: Tensor = model(torch.ones(4, 8))
+        total = loss + model(torch.zeros(4, 8)) if together else loss
+        torch.autograd.backward(total * scale)
+        return loss
+
+    return step
+
+
+def gradients_by_hand() -> Tensor:
+    """The loss of a step that asks for gradients itself: the graph is gone."""
+    model = Net()
+    loss: Tensor = model(torch.ones(4, 8))
+    torch.autograd.grad(loss, list(model.parameters()))
+    return loss
+
+
+def backward_from_an_edge() -> Tensor:
+    model = Net()
+    loss: Tensor = model(torch.ones(4, 8))
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones(()))
+    return loss
+
+
+def penalised() -> Tensor:
+    """A loss that is made of gradients: nobody has run its own backward."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)), torch.ones(4, 8, requires_grad=True)
+    score: Tensor = model(x).sum()
+    (slope,) = torch.autograd.grad(score, x, create_graph=True)
+    loss: Tensor = (slope.norm() - 1) ** 2 + score
+    return loss
+
+
+def with_an_auxiliary() -> Tensor:
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 1)
+    hidden = first(torch.ones(4, 8)).tanh()
+    torch.autograd.backward(hidden.square().mean(), retain_graph=True)
+    loss: Tensor = second(hidden).sum()
+    return loss
+
+
+def run_and_return_nothing(step: Callable[[], object]) -> None:
+    step()
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_backward_runs_once_from_the_loss_that_a_function_returns_whatever_else_it_ran(dry: bool) -> None:
+    def run_whole(step: Callable[[], Tensor]) -> Callable[[], None]:
+        return lambda: torch.autograd.backward(step())
+
+    def ops(step: Callable[[], Any]) -> list[str]:
+        return [call.op for call in recollect.profile(step, dry=dry).calls]
+
+    scaled, together = backward_of_the_loss(2.0, together=False), backward_of_the_loss(1.0, together=True)
+    for is_run in (scaled, together, gradients_by_hand, backward_from_an_edge):
+        assert ops(is_run) == ops(functools.partial(run_and_return_nothing, is_run))
+    for is_not_run in (penalised, with_an_auxiliary):
+        assert ops(is_not_run) == ops(run_whole(is_not_run))
 
 
 def test_a_lightning_module_without_forward_has_its_training_step_called() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from recollect._core.argument_text import with_article
 from recollect._core.authors import Role
 from recollect._core.signatures import binds, names_arguments, read_signature
+from recollect._core.torch_private.engine import has_run, marking_passes
 from recollect._core.torch_private.pytree import tree_leaves
 from recollect._levers.lazy_logits import LazyLogits
 
 __recollect_role__ = Role.RUNNER
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
-
-
-class Watching(Protocol):
-    """Knows whether the step has run backward itself."""
-
-    @property
-    def saw_backward(self) -> bool:
-        """Whether a backward pass has run so far."""
 
 
 Run = Callable[[], None]
@@ -38,19 +32,20 @@ class StepCall:
 
     function: Callable[..., Any]
 
-    def bind(self, watching: Watching, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-        """What runs the step, and its backward if it returns a loss and has not run it.
+    def bind(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+        """What runs the step, and its backward if it returns a loss and has not run backward from that.
 
-        The first run decides that: only then does anybody watch.
+        It may have run others: of an auxiliary loss, or for a gradient penalty. The first run tells.
         """
         runs_backward: bool | None = None
 
         def run() -> None:
             nonlocal runs_backward
-            result = self.function(*inputs, **kwargs)
+            with marking_passes() if runs_backward is None else nullcontext():
+                result = self.function(*inputs, **kwargs)
             loss = find_returned_loss(result)
             if runs_backward is None:
-                runs_backward = loss is not None and not watching.saw_backward
+                runs_backward = loss is not None and not has_run(loss.grad_fn)
             if runs_backward and loss is not None:
                 del result
                 loss.backward()
@@ -67,9 +62,8 @@ class ModelCall:
     loss: Callable[[Any], Tensor] | None
     doubt: str = ""
 
-    def bind(self, watching: Watching, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
+    def bind(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
         """What runs forward and backward."""
-        del watching
 
         def run() -> None:
             with torch.enable_grad():

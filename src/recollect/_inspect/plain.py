@@ -63,7 +63,7 @@ class _Stopwatch:
         self.wall_s += time.perf_counter() - self._started_s
 
     @contextmanager
-    def backward(self) -> Generator[None]:
+    def backward(self, _roots: tuple[Any, ...], _is_last: bool) -> Generator[None]:  # noqa: FBT001
         """Around a backward pass; one inside of another belongs to that."""
         self._passes += 1
         started_s = self._read()

@@ -167,7 +167,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     if not dry:
         with learning_apart(learned):
             profiler = make(optimizer=asked.optimizer, inputs=asked.values)
-            run = called.bind(profiler, inputs, given)
+            run = called.bind(inputs, given)
             return profiler.take(
                 run,
                 is_timed=timed,
@@ -197,7 +197,7 @@ def profile_step(  # noqa: PLR0913 (as above)
     ):
         inputs, given = fakes.values
         profiler = make(optimizer=asked.optimizer, inputs=(inputs, given), dry=fakes)
-        return profiler.take(called.bind(profiler, inputs, given), other_bytes=other_bytes)
+        return profiler.take(called.bind(inputs, given), other_bytes=other_bytes)
 
 
 def measure_step(
@@ -219,7 +219,7 @@ def measure_step(
     called = find_call(step_or_model, inputs, loss)
     with learning_apart(learned):
         profiler = StepProfiler(asked.modules, asked.optimizers, inputs=asked.values, progress=progress)
-        run = called.bind(profiler, inputs, given)
+        run = called.bind(inputs, given)
         return profiler.measure(run, is_cleared=asked.is_model, counters=asked.counters, belongings=asked.belongings)
 
 

@@ -270,11 +270,6 @@ class StepProfiler:
         finally:
             self._leaving.__exit__(kind, error, trace)
 
-    @property
-    def saw_backward(self) -> bool:
-        """Whether a backward pass has run since the capture began."""
-        return self._capture.saw_backward
-
     @contextmanager
     def _opened(self) -> Iterator[None]:
         """What is changed inside is put back in the end."""

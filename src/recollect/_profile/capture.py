@@ -114,11 +114,6 @@ class Capture(DispatchMode):
         self._variables = self.whereabouts.visits.variables = Variables()
         self.receptions = Receptions(self.storages)
 
-    @property
-    def saw_backward(self) -> bool:
-        """Whether a backward pass ran."""
-        return bool(self._passes)
-
     def include(self, tensor: Tensor) -> list[int]:
         """Count a tensor that is there before the step; gives the numbers of its storages."""
         numbers = self.storages.include(tensor)

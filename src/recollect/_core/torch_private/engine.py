@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -58,30 +58,63 @@ def when_pass_ends(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-class _Surrounded:
-    """Autograd's engine, with something around each backward pass."""
+Around = Callable[[tuple[Any, ...], bool], AbstractContextManager[Any]]
+"""Makes what is around a backward pass.
 
-    def __init__(self, engine: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._engine, self._around = engine, around
-
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around():
-            return self._engine.run_backward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+It is given what the pass starts from (tensors, or edges of the graph), and whether the pass is the last one of that
+graph: it adds to ``.grad``, or frees the graph.
+"""
 
 
 @contextmanager
-def around_passes(around: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
-    """Run all backward passes of the process inside of what this makes, on the thread that asks for them."""
-    owner: Any = torch.autograd.Variable
-    engine = owner._execution_engine
-    owner._execution_engine = _Surrounded(engine, around)
+def around_passes(around: Around) -> Generator[None]:
+    """Run all backward passes of the process inside of what this makes, on the thread that asks for them.
+
+    Around torch's Python function and not the engine: who asks for a saved tensor is told by the engine's caller.
+    """
+    run: Any = torch.autograd.graph._engine_run_backward
+
+    def run_inside(roots: Any, gradients: Any, keeps_graph: bool, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
+        with around(tuple(roots), kwargs.get("accumulate_grad", False) or not keeps_graph):
+            return run(roots, gradients, keeps_graph, *args, **kwargs)
+
+    places: list[Any] = [torch.autograd, torch.autograd.graph]  # the first has imported it from the second
+    for place in places:
+        place._engine_run_backward = run_inside
     try:
         yield
     finally:
-        owner._execution_engine = engine
+        for place in places:
+            place._engine_run_backward = run
+
+
+_RAN = "recollect: backward ran here"
+_MOST_MARKED = 4096  # nodes: what a loss is made of stands near the root
+
+
+@contextmanager
+def marking_passes() -> Generator[None]:
+    """Meanwhile, note at nodes that the last backward pass of their graph has started from them, or above."""
+    with around_passes(_mark):
+        yield
+
+
+def _mark(roots: tuple[Any, ...], is_last: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    starts = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots] if is_last else []
+    nodes: list[Any] = [node for node in starts if node is not None]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        node.metadata[_RAN] = True
+        following = {below for below, _ in node.next_functions if below is not None} - seen
+        if len(seen) < _MOST_MARKED:
+            seen |= following
+            nodes += following
+    return nullcontext()
+
+
+def has_run(node: Any) -> bool:
+    """Whether a pass that was marked has come by this node."""
+    return _RAN in node.metadata
 
 
 next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
