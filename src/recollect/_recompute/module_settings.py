@@ -68,11 +68,11 @@ class ModuleSettings:
                 if now is not value and (number, name) not in own and not _is_same(now, value):
                     yield table, name, value
 
-    def settle(self, *, has_state: bool, find_set_up: Callable[[], set[int]]) -> None:
+    def settle(self, *, has_state: Callable[[], bool], find_set_up: Callable[[], set[int]]) -> None:
         """At exit: see what forward has set and made.
 
         Args:
-            has_state: whether it has set other state, too; flags go with that.
+            has_state: tells whether it has set other state, too; flags go with that.
             find_set_up: gives the numbers of modules whose flags may say what it has set up.
         """
         attributes = self._tree.attributes
@@ -81,7 +81,7 @@ class ModuleSettings:
         self._own = set()
         if attributes.are(self._roots, self._values):
             return
-        restores = self._restores or has_state
+        restores = self._restores or has_state()
         numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}
         set_here = [(*place, value) for *place, value in self._changed() if place[1] != TRAINING]
         made = attributes.find_made(self._roots) if restores else []

@@ -239,13 +239,14 @@ class ModuleState:
             self._learn_late()
         if self._trial is not None:
             self._settle_trial(self._trial)
-        has_state = bool(self._written or self._has_kept_state()) or not self._tree.has_same_parts()
-        self._settings.settle(has_state=has_state, find_set_up=self._find_set_up)
+        self._settings.settle(has_state=self._has_set_state, find_set_up=self._find_set_up)
         self._hooks = self._tree.hooks.note() if self._restores else None
         self._is_settled = True
 
-    def _has_kept_state(self) -> bool:
-        return any(value is not _MISSING for _, _, value in self._state)
+    def _has_set_state(self) -> bool:
+        """Whether forward has set other state than attributes."""
+        is_kept = any(value is not _MISSING for _, _, value in self._state)
+        return is_kept or bool(self._written) or not self._tree.has_same_parts()
 
     def _settle_trial(self, trial: Trial) -> None:
         for module, name, tensor, version, copied in trial.conclude():
