@@ -210,7 +210,7 @@ def test_a_plan_prints_as_a_table_with_what_it_promises() -> None:
     text = str(plan)
     assert "regions" in text
     assert "of the plain step's" in text
-    assert "; recomputation alone costs at least " in text
+    assert "; no plan that only recomputes can beat " in text
     assert "layers.0" in text
     assert "<table>" in plan._repr_html_()
 

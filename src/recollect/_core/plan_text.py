@@ -77,7 +77,7 @@ def describe_forecast(forecast: Forecast) -> list[str]:
     time += _format_s(forecast.plain_step_s)
     if forecast.lower_bound_s is not None and forecast.gap is not None:
         least = format_change(forecast.overhead - forecast.gap)
-        time += f"; recomputation alone costs at least {least}, {_format_s(forecast.lower_bound_s)}"
+        time += f"; no plan that only recomputes can beat {least}, {_format_s(forecast.lower_bound_s)}"
     lines.append(time)
     if forecast.allowance_bytes:
         lines.append(
