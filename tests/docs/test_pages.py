@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import recollect
+from recollect import compat
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -115,6 +116,18 @@ def test_every_public_name_is_on_one_page_of_the_reference() -> None:
     pages = "\n".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
     listed = re.findall(r"\.\. auto(?:function|class|exception):: recollect\.(\w+)\n", pages)
     assert sorted(listed) == sorted(set(recollect.__all__) - {"policies"})
+
+
+def test_every_policy_is_on_its_page_of_the_reference() -> None:
+    page = (DOCS / "api/policies.md").read_text("utf-8")
+    listed = re.findall(r"^\.\. (?:autofunction:: recollect\.policies\.|py:data:: )(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(recollect.policies.__all__)
+
+
+def test_every_name_of_compat_is_on_its_page_of_the_reference() -> None:
+    page = (DOCS / "api/compat.md").read_text("utf-8")
+    listed = re.findall(r"^\.\. (?:auto(?:function|class):: recollect\.compat\.|py:data:: )(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(compat.__all__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -68,16 +68,17 @@ def checkpoint(
     offload_to: TierLike | Offload | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
-    """Make a function forget its activations in forward and recompute them in backward.
+    """Wrap a function or module so that forward drops its activations and backward recomputes them.
 
     Call the result as you would call the function; gradients, outputs and random numbers are those of the plain call.
     The result is a function even for a module: keep the module itself as an attribute of your model.
+
     Between forward and backward it keeps the function's arguments, the random states that it advanced, and small copies
     of buffers that it updated. With grad mode off it is a plain call. `torch.func` transforms do not allow saved-tensor
-    hooks: inside them outputs are compared instead of saved tensors, and `early_stop` has no effect.
+    hooks: inside them, recollect compares outputs instead of saved tensors, and `early_stop` has no effect.
 
     Args:
-        fn: a function, method or module. Without it, a decorator with these options is returned.
+        fn: a function, method or module. Without it, `checkpoint` returns a decorator with these options.
         misplaced: must be empty; pass the function's arguments to the function that is returned.
         policy: which values to keep: a function from a `Site` to a `Decision`, one of `recollect.policies`, or
             ``"selective"``. None and ``"full"`` keep nothing, except the results of collectives where several
@@ -89,10 +90,10 @@ def checkpoint(
         early_stop: stop recomputation as soon as backward has everything it needs.
         check: how recomputation is compared with forward: ``"metadata"`` (shape, dtype, device of each saved tensor),
             ``"values"`` or a `ValueCheck`, or ``"none"``.
-        offload_inputs: keep the function's arguments elsewhere between forward and backward, as `recollect.offload`
-            does, along with what a policy keeps. In compiled code they can only go to pinned host memory.
-        offload_to: where to: ``"host"`` (the default), ``"disk"``, another tier, or a `recollect.offload`. Values that
-            a policy decides to offload go there too.
+        offload_inputs: whether the function's arguments, and what a policy keeps, wait elsewhere between forward and
+            backward, as with `recollect.offload`. In compiled code they can only go to pinned host memory.
+        offload_to: where they wait: ``"host"`` (the default), ``"disk"``, another tier, or a `recollect.offload`.
+            Values that a policy decides to offload go there too.
         unknown: there are no other options; torch's are refused with what to write instead.
 
     Raises:

@@ -20,7 +20,7 @@ from recollect._offload.offload import Offload
 
 
 class Applied:
-    """What `apply` did to a model. It prints as a table, and you can undo it.
+    """What `apply` did to a model. It prints as a table, and ``remove`` undoes it.
 
     Attributes:
         places: what happened to each module that a rule matched, in the model's order.
@@ -64,12 +64,12 @@ class Applied:
 
     @property
     def has_policy(self) -> bool:
-        """Whether some region keeps values by a policy."""
+        """Whether any region has a policy."""
         return any(isinstance(entry, StandIn) and entry.choices.policy is not None for entry in self._entries)
 
     @property
     def is_removed(self) -> bool:
-        """Whether it has been undone, by its own `remove` or by `recollect.remove`."""
+        """Whether it has been undone, by its own ``remove`` or by `recollect.remove`."""
         if self._is_undone or self._is_paused:
             return self._is_undone
         return bool(self._entries) and all(entry.is_removed for entry in self._entries)
@@ -105,19 +105,19 @@ class Applied:
         self._effect = describe_effect(*found, how="as profiled")
 
     def remove(self) -> None:
-        """Restore every module. Copies of the model keep their regions, see `recollect.remove`."""
+        """Restore every module. Copies of the model keep their regions; `recollect.remove` takes those away."""
         while self._entries:
             self._entries.pop().take_away()
         self._is_undone = True
 
     def pause(self) -> None:
-        """Let the model run plain until `resume`. The regions keep what they have learned."""
+        """Let the model run plain until ``resume``. The regions keep what they have learned."""
         self._is_paused = True
         for entry in reversed(self._entries):
             entry.take_away()
 
     def resume(self) -> None:
-        """Put back what `pause` took away.
+        """Put back what ``pause`` took away.
 
         >>> import torch, recollect
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())

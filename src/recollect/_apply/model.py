@@ -68,22 +68,21 @@ def apply(
 ) -> Applied:
     """Turn modules of a model into regions, chosen by name, class or predicate, without editing the model.
 
-    Between forward and backward, a region drops its activations and recomputes them when backward asks. Names, classes,
-    state_dict, hooks and results of the model stay the same; each matched module's ``forward`` becomes a region, inside
-    the module's hooks. A deep copy of the model has the same regions; a shallow copy or a pickled model is plain. You
-    can call it before or after DDP, FSDP, freezing or torch.compile.
+    A region drops its activations in forward and recomputes them when backward asks. Names, classes, state_dict, hooks
+    and results of the model stay the same. A deep copy of the model has the same regions; a shallow copy or a pickled
+    model is plain. You can call `apply` before or after DDP, FSDP, freezing or torch.compile.
 
     Args:
         model: any module; it is changed in place.
-        rules: a mapping; the first key that matches a module decides. A key is a pattern over names
+        rules: None recomputes the model's repeated blocks. A decision, a policy, ``"full"``, ``"selective"`` (keeps
+            attention, every second matrix product and convolutions; only some convolutions where there are no norms) or
+            ``"every:2"`` says what to do with these blocks.
+            A mapping names the modules itself; the first key that matches decides. A key is a pattern over names
             (``*`` stays within one dotted part, ``**`` crosses them; ``re:`` and a regular expression), a class or a
             tuple of classes, or a function of the module (or of its name and the module). A value is a `Decision`, a
             policy, ``"full"``, ``"selective"``, a mapping of `checkpoint` options, or a `recollect.offload`
             (`Decision.OFFLOAD` means the default one). A saved module inside a recomputed one is not run again.
-            Or, for the model's repeated blocks: a decision, a policy, ``"full"``, ``"selective"`` (keeps attention,
-            every second matrix product and convolutions; only some convolutions where there are no norms) or
-            ``"every:2"``. None means ``"full"``.
-            Or a plan from `recollect.plan`.
+            A plan from `recollect.plan` decides everything.
         policy: what the model's repeated blocks keep, written as for `checkpoint`; use it instead of `rules`.
         every: make only every n-th matching module a region, counting the outermost ones in the model's order: 2 takes
             the first, third and so on.
@@ -91,7 +90,7 @@ def apply(
         unknown: there are no other options; torch's are refused with what to write instead.
 
     Returns:
-        A handle that prints what was applied where; its `remove` restores the model.
+        A handle that prints what was applied where; its ``remove`` restores the model.
 
     Raises:
         ValueError: a rule matches nothing (the nearest names are shown), a module is a region already, a rule has an

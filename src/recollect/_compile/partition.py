@@ -160,12 +160,11 @@ def partitioner(
     Args:
         plan: a plan, a policy of `recollect.policies`, a function of a `recollect.Site`, or one decision for
             everything. torch decides about values that a policy has no rule for.
-        planner: instead of `plan`, a function that makes the plan from what each graph does.
-        budget: instead of `plan`, the most bytes that each graph may have in use at a time in forward and backward, its
-            inputs included (parameters, buffers, the batch): a number, text like ``"4GiB"``, or ``"min"`` for the
-            smallest peak. It is solved for the whole graph, at a compiler's costs: pointwise recomputation is fused and
-            nearly free. Fusion is predicted before the graph is compiled, and 5% are left free where possible. Needs
-            scipy.
+        planner: instead of ``plan``, a function that makes the plan from a profile of each graph.
+        budget: instead of ``plan``, the most bytes that each graph may have in use at any time in forward and backward,
+            its inputs included (parameters, buffers, the batch): a number, text like ``"4GiB"``, or ``"min"`` for the
+            smallest peak. Pointwise recomputation is fused and nearly free, so it comes first. Fusion is predicted
+            before the graph is compiled, and 5% of the budget is left free where possible. Needs scipy.
         tiers: with `budget`, ``"host"``: values may also go to pinned host memory, as much as the link carries. The
             link is measured when the first graph is compiled.
         report: called with each partition when a graph is compiled.
@@ -175,13 +174,14 @@ def partitioner(
         also between processes; one with a planner or a report is compiled anew in each process.
 
     Raises:
-        TypeError: it is none of these, or more or less than one of `plan`, `planner` and `budget` is given.
+        TypeError: not exactly one of ``plan``, ``planner`` and ``budget`` is given, or it has the wrong type.
         ValueError: the budget or `tiers` cannot be read, or `tiers` is given without a budget.
         ImportError: a budget is given, and scipy cannot be imported.
         BudgetError: when a graph is compiled: no choice fits it. Dynamo raises an error of its own, which holds this
             one as ``inner_exception``.
 
     >>> import torch
+    >>> from recollect import Decision, partitioner
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
     >>> compiled = torch.compile(model, options={"custom_partitioner_fn": partitioner(Decision.RECOMPUTE)})
     """

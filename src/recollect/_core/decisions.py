@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 
 class Decision(enum.Enum):
-    """What happens to a value between forward and backward."""
+    """What happens to a value between forward and backward.
+
+    Attributes:
+        SAVE: it stays in memory.
+        RECOMPUTE: it is dropped, and computed again in backward.
+        OFFLOAD: it waits in host memory or on disk.
+
+    >>> from recollect import Decision, Site
+    >>> def policy(site):
+    ...     return Decision.SAVE if site.op == "aten.mm.default" else Decision.RECOMPUTE
+    >>> policy(Site(region="block", op="aten.gelu.default"))
+    <Decision.RECOMPUTE: 'recompute'>
+    """
 
     SAVE = "save"
     RECOMPUTE = "recompute"
@@ -23,17 +35,18 @@ class Site:
         op: the operator, overload included: ``"aten.mm.default"``.
         call: which call of this operator in the region, from 0.
         output: which of the operator's outputs, from 0.
-        module: path of the module that calls it, seen from the region's own module; ``""`` for that module itself and
+        module: path of the module that calls it, relative to the region's own module; ``""`` for that module itself and
             outside of any module.
         scopes: names of the `recollect.region` blocks around it inside the region, outermost first.
-        shape: of the value; ``()`` for one that is not a tensor.
+        shape: shape of the value; ``()`` if it is not a tensor.
         dtype: as torch writes it without its prefix: ``"bfloat16"``.
-        bytes: of the value's elements.
-        flops: of the whole operator call.
+        bytes: size of the value.
+        flops: operations of the whole operator call.
         is_random: whether the operator draws random numbers.
-        is_routing: whether the value chooses (topk, sort, argmax, multinomial), or is counted from such a choice.
+        is_routing: whether the value is a choice (topk, sort, argmax, multinomial), or is counted from one.
         is_collective: whether the operator communicates with other processes.
 
+    >>> from recollect import Site
     >>> Site(region="block", op="aten.mm.default", shape=(8, 16), dtype="float32", bytes=512, flops=4096).flops_per_byte
     8.0
     """
@@ -54,5 +67,5 @@ class Site:
 
     @property
     def flops_per_byte(self) -> float:
-        """What recomputing costs for what it frees; 0 for an empty value."""
+        """Operations to recompute the value, per byte that this frees; 0 for an empty value."""
         return self.flops / self.bytes if self.bytes else 0.0

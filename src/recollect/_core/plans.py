@@ -20,17 +20,18 @@ _VERSION = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A decision, and the sites it applies to. A field that is None matches anything.
+    """A decision, and the sites that it applies to. A field that is None matches anything.
 
     Attributes:
         decision: what happens at these sites.
-        region: pattern of the region's name; the patterns are those of `recollect.policies`, ``""`` matches ``""``.
-        module: pattern of the module's path.
-        op: pattern of the operator's name.
+        region: pattern over the region's name, as in `recollect.policies`; ``""`` matches an empty name.
+        module: pattern over the module's path.
+        op: pattern over the operator's name.
         call: which call of the operator in the region.
         output: which of its outputs.
         is_exact: whether region, module and op are literal names instead of patterns.
 
+    >>> from recollect import Choice, Decision, Site
     >>> norms = Choice(decision=Decision.RECOMPUTE, module="layers.*.norm")
     >>> norms.matches(Site(region="", op="aten.mul.Tensor", module="layers.3.norm"))
     True
@@ -75,10 +76,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the one index that is made when it is first asked
 class Plan:
-    """What happens to the values of a step. The first choice that matches a site decides.
+    """Which modules of a step become regions, and what they keep. It prints as a table.
 
-    `recollect.plan` makes a plan for a budget, and `recollect.apply` applies it to a model. It prints as a table, block
-    by block.
+    `recollect.plan` makes a plan for a budget, and `recollect.apply` applies it to a model. The first choice that
+    matches a site decides.
 
     Attributes:
         choices: decisions, in the order in which they are tried.
@@ -89,6 +90,7 @@ class Plan:
         levers: what it does beyond keeping and recomputing values.
         notes: what was assumed, in sentences.
 
+    >>> from recollect import Choice, Decision, Plan, Site
     >>> plan = Plan(choices=(
     ...     Choice(decision=Decision.SAVE, op="aten.mm.default"),
     ...     Choice(decision=Decision.RECOMPUTE, module="layers.**"),

@@ -81,7 +81,7 @@ class AllocatorEntry:
 
 @dataclass(frozen=True, kw_only=True, repr=False)  # without slots, for what is worked out when it is first asked
 class Profile:
-    """What a step does, in order. Profiles are compared by value.
+    """A step as data, made by `recollect.profile`: its operators in order, its memory and its times.
 
     Attributes:
         storages: all memory that tensors of the step use; other fields refer to it by index.
@@ -90,35 +90,30 @@ class Profile:
         device: the device it was measured on or estimated for, such as ``"NVIDIA H200"``.
         name: what was profiled, such as the class of the model.
         clock: where the times of the calls come from; None if they have none.
-        is_dry: whether nothing ran except shapes, on fake tensors. Bytes and times are then estimates.
+        is_dry: whether the step was traced on fake tensors. Bytes and times are then estimates.
         rounding_bytes: each storage uses a multiple of this on the device.
         capacity_bytes: the memory that the device has for tensors; 0 if unknown.
         fixed_bytes: memory that libraries hold on the device all the time, in addition to the storages.
         optimizer: name of the optimizer whose state is counted; ``""`` for none.
         torch: version of torch.
         modules: the model's modules, in its order.
-        rules: what the entries of policies did, if regions were applied.
+        rules: what each entry of a policy matched, if regions were applied.
         allocators: figures from the devices' allocators, if there are any.
         notes: what was assumed or could not be seen, in sentences.
         transfers: copies of values to other tiers and back, if some are offloaded.
-        received: what modules were called with, as far as their calls do not show it.
+        received: what modules were called with, where their calls do not show it.
         under_regions: the same step as it runs under regions, if that differs: a Transformers model then fills no
             key/value cache. Plans are made for it.
 
     Raises:
         ValueError: it refers to a storage or call that does not exist, or a number is impossible.
 
-    >>> from recollect._core.calls import Lifetime, Phase, Value
-    >>> relu = OpCall(op="aten.relu.default", inputs=(Value(storage=0),), outputs=(Value(storage=1),))
-    >>> gradient = OpCall(op="aten.threshold_backward.default", phase=Phase.BACKWARD, inputs=(Value(storage=1),))
-    >>> storages = (Storage(bytes=64, lifetime=Lifetime.STEP), Storage(bytes=64))
-    >>> step = Profile(storages=storages, calls=(relu, gradient), saved=(Saved(storage=1, by=0, reader=1),))
+    >>> import torch, recollect
+    >>> step = recollect.profile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.ones(4, 8))
+    >>> [step.calls[made.call].op for made in step.made()][:2]
+    ['aten.addmm.default', 'aten.relu.default']
     >>> Profile.from_json(step.to_json()) == step
     True
-    >>> [step.calls[made.call].op for made in step.made()]
-    ['aten.relu.default']
-    >>> step.peak_bytes
-    128
     """
 
     storages: tuple[Storage, ...]
@@ -207,22 +202,22 @@ class Profile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at a time, on the device that is profiled."""
+        """The most bytes in use at any time, on the device that is profiled."""
         return self.timeline.peak_bytes
 
     @property
     def step_s(self) -> float | None:
-        """How long the step takes; None if nobody measured or estimated it."""
+        """How long the step takes; None if unknown."""
         return _sum_known(call.seconds for call in self.calls)
 
     @property
     def device_s(self) -> float | None:
-        """How long the device is busy in the step; None if nobody measured or estimated it."""
+        """How long the device is busy in the step; None if unknown."""
         return _sum_known(call.device_s for call in self.calls)
 
     @property
     def host_s(self) -> float | None:
-        """How long the host is busy launching; None if nobody measured or estimated it, or it runs the step itself.
+        """How long the host is busy launching; None if unknown, or if the host runs the step itself.
 
         The step takes as long as the larger of this and `device_s`, and longer where one waits for the other: `step_s`.
         """

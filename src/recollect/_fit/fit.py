@@ -57,28 +57,29 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
 ) -> Fitted:
     """Make a training step stay within a memory budget: profile, plan, apply, run, compare, correct.
 
-    A step that does not fit is profiled on fake tensors. `fit` then runs it under the plan and measures it; if it uses
-    more than the budget, `fit` tries a tighter plan. Parameters, buffers, gradients, optimizers and random generators
-    are restored afterwards, even if it fails.
+    Call it once, before the training loop. A step that does not fit is profiled on fake tensors. `fit` then runs it
+    under the plan and measures it; if it uses more than the budget, `fit` tries a tighter plan. Parameters, buffers,
+    gradients, optimizers and random generators are restored afterwards, even if it fails.
 
     Args:
         model: any module; its modules become regions in place. If it is compiled, or has compiled parts, `fit` plans
             from a step that runs uncompiled. The figures are those of the compiled step; on the CPU, where the memory
             of compiled code cannot be seen, those of the uncompiled one.
-        batch: what a step is called with, at its largest: a tensor, a tuple of arguments, a dict of keywords, anything
-            that the model's forward takes as one argument, or a DataLoader, of which the largest of the first 64
-            batches counts. Tensors on the CPU are moved to the model's device. A list of tuples or dicts means several
-            batches of different shapes, each with its own plan; larger calls run under the plan with the smallest peak,
-            and the log says so once.
+        batch: the largest batch: a tensor, a tuple of arguments, a dict of keyword arguments, anything that the model's
+            forward takes as its only argument, or a DataLoader, whose first 64 batches are searched for the largest.
+            Tensors on the CPU are moved to the model's device. A list of tuples or dicts means several batches of
+            different shapes, each with its own plan; larger calls run under the plan with the smallest peak, and the
+            log says so once.
         misplaced: must be empty; a batch of several parts is one tuple, and options are passed by name.
-        budget: as for `recollect.plan`.
+        budget: the most device memory that the whole step may use: bytes, text like ``"40GiB"``, a share of the device
+            like ``"90%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step.
         loss: computes the loss from the model's output. If it takes two arguments, it also gets the targets, and the
             model does not: the last part of a tuple; ``labels``, ``targets`` or similar in a dict. By default the
             output is the loss, holds it as ``loss``, or is summed; for a LightningModule, ``training_step`` is called.
         optimizer: an instance, whose state and step are counted, or a class.
         step: instead of `loss`, a function that runs a step with the model, called with the batch or its parts. If it
             returns a loss and has not run backward, `fit` runs backward.
-        tiers: as for `recollect.plan`.
+        tiers: where values may wait: ``"host"`` memory, ``"disk"``, or ``("host", "disk")``. By default, nowhere.
         levers: what `fit` may do beyond keeping and recomputing values, by name. It uses only the levers that the
             budget needs, and the plan shows them. Results are then equal up to rounding. ``"chunked_loss"``: computes
             the last linear layer and its cross entropy a few rows at a time, without the full logits.
@@ -88,15 +89,15 @@ def fit(  # noqa: PLR0913 (all but the first two are for some)
         recover: whether `Fitted.forward_backward` restores everything when memory runs out, switches to a tighter plan
             and runs the batch once more. It then copies buffers, and gradients if there are any, to the host at each
             call.
-        progress: called now and then with the number of things done and the number to do, or None.
+        progress: a function, called now and then with the number of things done and the number to do, or None.
         unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
-        A handle that prints predicted and measured figures; its `remove` restores the model.
+        A handle that prints predicted and measured figures; its ``remove`` restores the model.
 
     Raises:
         BudgetError: no plan fits, or none stayed within the budget when it ran.
-        OffloadError: `tiers` is the disk, and that cannot be written.
+        OffloadError: `tiers` names the disk, and it cannot be written.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
         ValueError: an argument has an invalid value.
         TypeError: an argument has the wrong type, or an option is unknown.

@@ -59,13 +59,13 @@ class Fitted:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it has been undone, by its own `remove` or by `recollect.remove`."""
+        """Whether it has been undone, by its own ``remove`` or by `recollect.remove`."""
         return self._switch.finds_it_removed()
 
     def forward_backward(self, batch: Any) -> Tensor:
-        """Run forward and backward on a batch of the kind that `fit` was given. Gradients accumulate.
+        """Run forward and backward on a batch like the one that `fit` was given. Gradients accumulate.
 
-        If the plan has the lever ``"micro_batches"``, the batch runs in parts. Stepping the optimizer is up to you.
+        If the plan has the lever ``"micro_batches"``, the batch runs in parts. You call the optimizer yourself.
 
         If you called `fit` with ``recover=True`` and memory runs out, this restores gradients, buffers, random
         generators and what modules count in attributes, switches to a tighter plan, and runs the batch once more. The
@@ -75,8 +75,8 @@ class Fitted:
             The loss, without a graph.
 
         Raises:
-            ValueError: you called `fit` with a `step`, which is yours to run; the plan was removed; or the batch cannot
-                be split.
+            ValueError: you called `fit` with a `step`, which you run yourself; the plan was removed; or the batch
+                cannot be split.
             torch.OutOfMemoryError: memory ran out and recovery is impossible: it ran out twice, no plan is tighter, or
                 an optimizer has already stepped in backward.
 

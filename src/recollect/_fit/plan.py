@@ -47,13 +47,12 @@ def plan(
             optimizer state included, as ``torch.cuda.max_memory_allocated`` counts it: bytes, text like ``"40GiB"``, a
             share of the device like ``"80%"``, ``"min"`` for the smallest peak, ``"fastest"`` for the plain step. Or
             another plan, to make it again with the same request when it no longer fits its model.
-        tiers: where values may be sent, as far as the link carries them alongside the computation: ``"host"`` memory,
-            ``"disk"``, or ``("host", "disk")`` for disk when the host is full. Whole modules send what they save;
-            regions send their inputs, what they keep, or some of what they keep. By default everything stays.
+        tiers: where values may wait, as far as the link can carry them during the computation: ``"host"`` memory,
+            ``"disk"``, or ``("host", "disk")`` for disk when the host is full. By default everything stays.
         link_bytes_per_s: the speed of that link; by default measured, or, for a device you do not have, that of its
             generation of PCIe.
         name: what reports call the plan; by default the model and the budget.
-        progress: called now and then with the number of candidates judged, and the least number there will be.
+        progress: a function, called now and then with the number of candidates judged and the least number to judge.
         unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
@@ -63,7 +62,7 @@ def plan(
         BudgetError: no plan fits; it says what the smallest peak is, what sets it, and what would lower it.
         ValueError: the budget or `tiers` cannot be read, or the profile is not one of a plain step with a backward.
         TypeError: `profile` is something else, such as the model, or an option is unknown.
-        OffloadError: `tiers` is the disk, and that cannot be written.
+        OffloadError: `tiers` names the disk, and it cannot be written.
         ImportError: scipy, whose HiGHS solver makes the plans, cannot be imported.
 
     >>> import torch, recollect

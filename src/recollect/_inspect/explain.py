@@ -34,7 +34,7 @@ class HasModel(Protocol):
 
 
 def explain(target: Callable[..., Any] | Applied | HasModel) -> Explanation:
-    """Say what a policy decided: which values are kept and which recomputed, by which rule, their bytes, how often.
+    """Say what a policy decided: which values are kept or recomputed, by which rule, how large and how often.
 
     It describes calls that were made, so run a step first. Operators that can only be run again (views, in-place
     writes) are left out.

@@ -51,28 +51,27 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
 ) -> Profile:
     """Run a step and say where its memory and time go, operator by operator.
 
-    The step runs once while recollect watches it, and a few times more for timing. Regions under policies are watched
-    after they have settled: the profile is that of any later step, and nothing that they learn stays. Afterwards,
-    parameters, buffers, gradients, optimizers and random generators are restored bit for bit, even if the step fails;
-    memory that the step writes into is copied to the host first. Tensors that a step function carries on in your own
-    objects, such as the state of a recurrent net, are restored, too, and so are numbers, flags, strings and small
-    tensors in modules' attributes. Hooks and similar things that a model sets up in its first forward stay, as after an
-    ordinary forward, with the flags that tell of them.
+    The step runs once while recollect watches it, and a few times more for timing. Afterwards, parameters, buffers,
+    gradients, optimizers and random generators are restored bit for bit, even if the step fails. So are tensors that a
+    step function carries on in your own objects, such as the state of a recurrent net, and numbers, flags, strings and
+    small tensors in modules' attributes. Memory that the step writes into is copied to the host for that. Hooks and
+    similar things that a model sets up in its first forward stay, as after an ordinary forward. If regions have
+    policies, the profile is that of a later training step, and they forget what they learned for it.
 
     A dry profile runs nothing: it traces the step on fake tensors, which need neither the memory nor the device, and
-    estimates. The model may be on ``meta``. If the step reads values, it gets made-up ones, which the profile notes; a
+    estimates. The model may be on ``meta``. If the step reads values, it gets made-up ones, which the profile notes. A
     step whose sizes depend on values cannot be traced.
 
     Args:
         step_or_model: a model, whose output is the loss, holds it as ``loss``, or is summed; for a LightningModule
             without ``forward``, ``training_step`` is called. Or a function that runs a step itself: if it returns a
             loss and has not run backward, `profile` runs backward.
-        inputs: positional arguments for it. A mapping, passed alone, is spread over the model's arguments if its keys
-            name them, as batches for Transformers do.
+        inputs: positional arguments for it. A single mapping is passed as keyword arguments if its keys name the
+            model's arguments, as batches for Transformers do.
         kwargs: keyword arguments for it.
         loss: a function from the model's output to the loss.
-        optimizer: an instance or a class: its state is counted, and what its step would use. Without one, and if the
-            step calls none, its state counts as 0.
+        optimizer: an instance or a class, whose state and step are counted. Without one, and if the step calls none,
+            neither counts.
         dry: whether to use fake tensors.
         device: the device that a dry profile estimates for: ``"cuda"``, or a name such as ``"H200"``; by default the
             model's.
@@ -80,7 +79,7 @@ def profile(  # noqa: PLR0913 (all but the first are for some)
         name: what reports call the profile; by default the name of the class or function.
         timed: whether to run the step again for timing. Without it, times are those of the watched step, which are
             longer if the step waits for the host. Pass False for steps that must not run twice.
-        progress: called now and then with the number of calls so far, and None.
+        progress: a function, called now and then with the number of calls so far and None.
         unknown: there are no other options; the error says which one is probably meant.
 
     Returns:

@@ -23,12 +23,12 @@ class OffloadReport:
         values: number of values sent in a step.
         out_bytes: bytes sent in a step, after compression.
         back_bytes: bytes fetched in a step.
-        stayed_bytes: bytes that were to be sent but stayed, because they are needed at once, something else holds them,
-            or there was no room.
+        stayed_bytes: bytes that stayed, because they are needed at once, something else holds them, or there was no
+            room.
         copy_s: time that the copies took, both ways together; None if not measured.
         stall_s: time that the step waited for them; None if not measured.
-        forward_s: time from the first saved value to the last, without waiting: the most that recomputing everything
-            costs.
+        forward_s: time from the first saved value to the last, without waiting: the most that recomputing
+            everything costs.
         out_bytes_per_s: measured speed of the link to the tier.
         back_bytes_per_s: measured speed of the link back.
         pinned_bytes: host memory that the pool holds.

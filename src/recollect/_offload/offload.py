@@ -130,19 +130,19 @@ def offload(
     compress: str | None = None,
     **unknown: Never,
 ) -> Offload:
-    """Keep what is saved for backward in host memory or on disk, and have it back when backward needs it.
+    """Move what forward saves for backward to host memory or disk, and fetch it back just in time.
 
     Put it around forward, or any part of it. Gradients are those of plain training. Copies run alongside the
     computation. recollect watches the first steps; from then on, each value arrives just before it is used. Values that
-    backward needs at once stay; so do parameters, leaves, buffers and inputs.
+    backward needs at once stay; so do parameters, buffers and inputs.
 
-    Called again at the same place, as in a training loop, it continues with what it learnt there.
+    If you call it again at the same place, as in a training loop, it continues with what it learned there.
 
     Args:
         tier: ``"host"``: pinned memory. ``"disk"``: a file, removed at the end. ``("host", "disk")``: disk for what
             does not fit in host memory. Or an object with the methods of `recollect.Tier`.
         directory: where to put the file; None for a private directory among the temporary files.
-        min_bytes: smaller values stay.
+        min_bytes: values smaller than this stay.
         limit: the most bytes on the tier (on the first, if there are several); values that do not fit stay, after a
             warning.
         in_flight: the most bytes in transit at a time, out or back. They stay on the device meanwhile.
@@ -152,7 +152,7 @@ def offload(
         unknown: there are no other options; the error says which one is probably meant.
 
     Returns:
-        A context manager; its `report()` says what it did.
+        A context manager; its ``report()`` says what it did.
 
     Raises:
         ValueError: an option has an invalid value.

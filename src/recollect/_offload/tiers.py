@@ -15,19 +15,41 @@ from recollect._offload.pinned import Buffer, PinnedPool
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place for bytes, slower and larger than where they come from.
+    """A place where offloaded bytes wait. Write your own, and pass it as ``recollect.offload(tier=...)``.
 
     Several worker threads call it at the same time. Its exceptions reach the user as `recollect.OffloadError`, with the
     names of the tensor and the tier; only `recollect.TierFullError` means that the value stays where it is.
 
     Attributes:
         name: for errors and reports.
+
+    >>> import itertools, torch, recollect
+    >>> class Ram:
+    ...     name = "a dict"
+    ...     def __init__(self):
+    ...         self.kept, self.keys = {}, itertools.count()
+    ...     def write(self, data):
+    ...         key = next(self.keys)
+    ...         self.kept[key] = data.clone()
+    ...         return key
+    ...     def read(self, key, into):
+    ...         into.copy_(self.kept[key])
+    ...     def free(self, key):
+    ...         del self.kept[key]
+    ...     def close(self):
+    ...         self.kept.clear()
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh()), torch.ones(256, 8)
+    >>> with recollect.offload(tier=Ram(), min_bytes="1KiB") as away:
+    ...     loss = model(x).sum()
+    >>> loss.backward()
+    >>> away.report().tier
+    'a dict'
     """
 
     name: str
 
     def write(self, data: Tensor) -> Any:
-        """Store a flat host tensor of bytes, which does not change meanwhile, and return a key for it."""
+        """Store a flat host tensor of bytes, and return a key for it. The tensor may be reused after the call."""
 
     def read(self, key: Any, into: Tensor) -> None:
         """Fill a flat host tensor with the bytes behind a key."""

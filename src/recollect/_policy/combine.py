@@ -204,7 +204,7 @@ def first_match(*policies: PolicyLike) -> Policy:
 
     >>> from recollect import policies
     >>> policy = policies.first_match(policies.save_attention, policies.save_every("aten.mm.default", 2))
-    >>> from recollect._core.decisions import Site
+    >>> from recollect import Site
     >>> policy.judge(Site(region="block", op="aten.mm.default", call=2)).by
     "save_every('aten.mm.default', 2)"
     >>> policies.first_match(policies.save_all, policies.save_matmuls)
@@ -228,13 +228,13 @@ def first_match(*policies: PolicyLike) -> Policy:
 
 
 def otherwise(policy: PolicyLike) -> Policy:
-    """Decide about every site, last in `first_match`: by a decision, or by a policy and recomputation.
+    """Decide about every site; put it last in `first_match`. A policy given here recomputes what it does not match.
 
     Raises:
         TypeError: it is neither.
 
     >>> from recollect import policies
-    >>> from recollect._core.decisions import Decision, Site
+    >>> from recollect import Decision, Site
     >>> policy = policies.first_match(policies.save_matmuls, policies.otherwise(Decision.RECOMPUTE))
     >>> policy.judge(Site(region="block", op="aten.sin.default"))
     Verdict(decision=<Decision.RECOMPUTE: 'recompute'>, by='otherwise(Decision.RECOMPUTE)')

@@ -278,7 +278,7 @@ def save_every(op: OpLike | tuple[OpLike, ...] | list[OpLike], n: int, *, start:
 
     >>> from recollect import policies
     >>> every_second = policies.save_every("aten.mm.default", 2)
-    >>> from recollect._core.decisions import Site
+    >>> from recollect import Site
     >>> [every_second(Site(region="block", op="aten.mm.default", call=call)).value for call in range(4)]
     ['save', 'recompute', 'save', 'recompute']
     """

@@ -38,7 +38,7 @@ def register_ambient(capture: Capture) -> Registration:
         capture: reads the state; must be cheap, it runs once per region call.
 
     Returns:
-        A registration; its `remove` ends it.
+        A registration; its ``remove`` ends it.
 
     >>> import contextlib, torch, recollect
     >>> state = {"scale": 1.0}

@@ -45,12 +45,12 @@ _WRITE_ONLY: dict[type, frozenset[str]] = {
 
 
 def register_state(module_class: type[nn.Module], *names: str) -> Registration:
-    """Say which attributes a module reads that change between its calls, so that recomputation reads what forward read.
+    """Register attributes that change between a module's calls, so that recomputation reads what forward read.
 
-    Recomputation starts from the values that the region was entered with, and its own updates are discarded. Buffers
-    need no registration if the class updates them at its first call or never, nor do attributes that its caller sets
-    before a call, or that the module sets or writes into itself, nor collections that it changes. Register buffers
-    that it updates only now and then (every n-th step), tensors inside collections that it writes into, and what others
+    Recomputation then starts from the values at entry to the region, and its own updates are discarded. Most state
+    needs no registration: buffers that the class updates at its first call or never, attributes that the module or its
+    caller sets, tensors in attributes that the module writes into, collections that it changes. Register buffers that
+    it updates only now and then (every n-th step), tensors inside collections that it writes into, and what others
     change in place.
 
     Args:
@@ -58,7 +58,7 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
         names: attributes: buffers, numbers, lists, dicts, sets; containers are copied one level deep.
 
     Returns:
-        A registration; its `remove` ends it.
+        A registration; its ``remove`` ends it.
 
     >>> import torch, recollect
     >>> class Counted(torch.nn.Linear):

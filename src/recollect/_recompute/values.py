@@ -28,6 +28,7 @@ class ValueCheck:
         atol: absolute tolerance; None for bitwise.
         every: check only every n-th saved tensor.
 
+    >>> from recollect import ValueCheck
     >>> ValueCheck(atol=1e-3, every=4)
     ValueCheck(rtol=None, atol=0.001, every=4)
     >>> ValueCheck(every=0)

@@ -1,8 +1,8 @@
-"""torch's checkpointing API on this library's engine: change the import, keep the code.
+"""torch's checkpointing API on recollect's engine: change the import, keep the code.
 
 Signatures, defaults and error types are those of ``torch.utils.checkpoint`` and of the wrappers in
-``torch.distributed.algorithms``; the wording of errors is ours. The API that adds hooks to modules is in
-`recollect.compat.composable`. `install` puts all of it under torch's own names, for code that cannot be edited.
+``torch.distributed.algorithms``; only the wording of errors differs. The API that adds hooks to modules is in
+`recollect.compat.composable`. `install` puts all of it under torch's own names, for code that you cannot edit.
 """
 
 from torch.utils.checkpoint import CheckpointPolicy

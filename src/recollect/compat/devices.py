@@ -12,7 +12,7 @@ from recollect._core.torch_private.pytree import tree_leaves
 
 
 class DefaultDeviceType:
-    """The device type to assume if no tensor tells: that of the available accelerator, or else ``cpu``.
+    """The device type to assume if no tensor has one: that of the available accelerator, or else ``cpu``.
 
     >>> from recollect.compat import DefaultDeviceType
     >>> before = DefaultDeviceType.get_device_type()

@@ -79,13 +79,13 @@ _installed: list[Installation] = []  # one at most: what is replaced is the proc
 
 
 def install() -> Installation:
-    """Make code that calls ``torch.utils.checkpoint`` use this library's engine, unedited.
+    """Make unedited code that calls ``torch.utils.checkpoint`` use recollect's engine.
 
-    Functions are replaced in ``torch.utils.checkpoint``, in torch's module wrappers and its composable API, and
-    wherever a library or a model already holds them. Modules wrapped while it is installed keep our wrappers. Code
-    imported later finds ours too. It imports torch's compiler, which takes about two seconds.
+    This replaces functions in ``torch.utils.checkpoint``, in torch's module wrappers and its composable API, and
+    wherever a library or a model already holds them. Code imported later finds the replacements too. Modules wrapped
+    meanwhile keep recollect's wrappers. It imports torch's compiler, which takes about two seconds.
 
-    Call it before training starts: if a forward ran on torch's engine, torch's engine also finishes it.
+    Call it before training starts: if a forward ran on torch's engine, torch's engine also runs its backward.
 
     Returns:
         An object that undoes it at the end of a ``with`` block; `uninstall` does so anywhere.

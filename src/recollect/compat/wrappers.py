@@ -35,14 +35,19 @@ _NOT_PASSED_ON = frozenset({"__deepcopy__", "__copy__", "__getnewargs__", "__get
 
 
 class CheckpointImpl(Enum):
-    """Which engine `checkpoint_wrapper` uses."""
+    """Which engine `checkpoint_wrapper` uses.
+
+    Attributes:
+        REENTRANT: runs the function without a graph, and runs backward on the recomputed one.
+        NO_REENTRANT: has fewer limits, and is the default.
+    """
 
     REENTRANT = auto()
     NO_REENTRANT = auto()
 
 
 class ActivationWrapper(nn.Module, ABC):
-    """A module around another, which is its ``_checkpoint_wrapped_module``; subclasses say how it is called.
+    """A module around another one, its ``_checkpoint_wrapped_module``; subclasses say how it is called.
 
     Attributes that the wrapper does not have, and indexing, go to the wrapped module; so does setting one of the
     wrapped module's own parameters, buffers or submodules.
@@ -104,7 +109,7 @@ class ActivationWrapper(nn.Module, ABC):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; where parameters or buffers are listed, the wrapped module has the wrapper's name."""
+        """As for any module; where parameters or buffers are listed, the wrapped module has the wrapper's name."""
         if not lists_members():
             yield from super().named_modules(memo, prefix, remove_duplicate)
             return

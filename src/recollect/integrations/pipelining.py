@@ -1,4 +1,4 @@
-"""One recomputation per micro-batch where a pipeline schedule splits backward: `torch.distributed.pipelining`.
+"""One recomputation per micro-batch where a schedule of `torch.distributed.pipelining` splits backward.
 
 A zero-bubble schedule splits a micro-batch's backward into two halves: first the gradients of a stage's inputs, then,
 with other micro-batches in between, those of its weights, with one call of autograd for each group of weights. A region
@@ -23,24 +23,22 @@ __all__ = ["SharedRecomputation", "share_recomputation"]
 def share_recomputation(stage_or_schedule: Any) -> SharedRecomputation:
     """Let the two halves of a split backward share one recomputation of each region.
 
-    Call it once, when the stages are built. A value that both halves need, or only the second, lives from the first
-    half to the second; all others are freed as they are used. A schedule or micro-batch that does not split its
-    backward is unaffected, and so is a stage with its own `dw_builder`. Inside your own `GraphExecGroup`, that group
-    decides.
+    Call it once, when the stages are built. A value that the second half needs lives until then; all others are freed
+    as they are used. A schedule or micro-batch that does not split its backward is unaffected, and so is a stage with
+    its own `dw_builder`. Inside your own `GraphExecGroup`, that group decides.
 
     If the second half never comes, its values are freed when the step fails, when the next one begins, with the stage,
-    or at `remove`. Given a stage, a failure is noticed in the stage's own backward; given the schedule, anywhere in the
-    step.
+    or at ``remove``. Pass the schedule rather than a stage, and it notices failures anywhere in the step.
 
     Args:
         stage_or_schedule: a pipeline stage (of either frontend), or a schedule for all of its stages on this rank.
 
     Returns:
-        A handle whose `remove` ends it.
+        A handle whose ``remove`` ends it.
 
     Raises:
         TypeError: the argument is neither a stage nor a schedule.
-        ValueError: a stage shares already.
+        ValueError: a stage already shares its recomputation.
 
     >>> import torch, recollect
     >>> from torch import distributed, nn
@@ -84,7 +82,7 @@ def share_recomputation(stage_or_schedule: Any) -> SharedRecomputation:
 
 
 class SharedRecomputation:
-    """What `share_recomputation` gives: ends the sharing when told to. Holds the stages only weakly."""
+    """The handle of `share_recomputation`. It holds the stages only weakly."""
 
     def __init__(self, stages: list[Any], schedule: Any) -> None:
         shared = [str(stage.stage_index) for stage in stages if _is_shared(stage)]
@@ -100,7 +98,7 @@ class SharedRecomputation:
             self._before.append(_Step(schedule, splits))
 
     def remove(self) -> None:
-        """Give the stages and the schedule their own methods back; values that wait for a second half go."""
+        """Restore the methods of the stages and the schedule, and free values that wait for a second half."""
         before, self._before = self._before, []
         for each in before:
             each.remove()

@@ -76,7 +76,7 @@ def enable(  # noqa: PLR0913 (all but the first are for some)
         unknown: there are no other options; torch's are refused with what to write instead.
 
     Returns:
-        A handle that prints what was applied where; its `remove` restores the model.
+        A handle that prints what was applied where; its ``remove`` restores the model.
 
     Raises:
         TypeError: the model is not a Transformers model and holds none, the batch is not a mapping, or an option is

@@ -157,7 +157,7 @@ class on_oom:  # noqa: N801 (reads as a function: `with on_oom():`)
         For a script, once at its start. Notebooks catch everything themselves: use ``with`` there.
 
         Returns:
-            This object; its `remove` ends it.
+            This object; its ``remove`` ends it.
         """
         if self._hooks is None:
             self.__enter__()

@@ -1,4 +1,4 @@
-"""APIs that change what a module does, and leave its class, names and structure as they are.
+"""APIs that change what a module does, but not its class, names and structure.
 
 Names and behaviour are those of ``torch.distributed._composable``; the registry here is this library's own.
 """
