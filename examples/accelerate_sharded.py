@@ -1,4 +1,4 @@
-"""A model of Transformers that Accelerate shards by FSDP2, with its layers recomputed.
+"""A Transformers model that Accelerate shards with FSDP2, with its layers recomputed.
 
     torchrun --nproc-per-node 2 examples/accelerate_sharded.py
     torchrun --nproc-per-node 8 examples/accelerate_sharded.py --layers 32 --dim 4096 --length 4096 --policy selective

@@ -1,11 +1,11 @@
-"""Fine-tune a language model with TRL's SFTTrainer and LoRA, within a budget of memory.
+"""Fine-tune a language model with TRL's SFTTrainer and LoRA, within a memory budget.
 
     pip install "recollect[plan,trl]"
     python examples/fine_tune.py                     the smallest peak that a plan can reach
-    python examples/fine_tune.py --budget 200MiB     as quick as that budget allows
+    python examples/fine_tune.py --budget 200MiB     as fast as that budget allows
 
-The model is a small Qwen3 with random weights and the words are made up, so that nothing is downloaded. For a real one,
-pass `model="Qwen/Qwen3-8B"` and your own data to the trainer; the callback stays as it is.
+The model is a small Qwen3 with random weights and the data is made up, so nothing is downloaded. For a real run, pass
+`model="Qwen/Qwen3-8B"` and your own data to the trainer; the callback stays the same.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""A training loop that is made to fit a budget, in one call before it starts; nothing else changes.
+"""A training loop within a memory budget: one call before the loop, nothing else changes.
 
     python examples/fit_budget.py                   70% of what the plain step takes
-    python examples/fit_budget.py --budget 40MiB    as you like; on a GPU also a share of it: 90%
+    python examples/fit_budget.py --budget 40MiB    any size; on a GPU also a share of it, such as 90%
 
-Needs `pip install "recollect[plan]"`. Prints what the plan promises, what it takes, and the losses, which are those of
-the plain loop to the last bit.
+Needs `pip install "recollect[plan]"`. Prints what the plan promises, what was measured, and the losses, which equal
+those of the plain loop to the last bit.
 """
 
 import argparse

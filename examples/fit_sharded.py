@@ -1,9 +1,9 @@
-"""A model sharded by FSDP2 that is made to fit a budget on each process: one plan, agreed on by all of them.
+"""A model sharded with FSDP2, within a budget on each process: all processes share one plan.
 
     torchrun --nproc-per-node 2 examples/fit_sharded.py --budget 70%
     torchrun --nproc-per-node 8 examples/fit_sharded.py --layers 32 --dim 4096 --length 4096 --budget 60GiB
 
-On GPUs it uses NCCL, elsewhere gloo: same script.
+On GPUs it uses NCCL, elsewhere gloo.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """A training loop in the style of torchtitan: tensor parallelism, a plan, torch.compile and FSDP2, in this order.
 
     torchrun --nproc-per-node 2 examples/parallel.py                      sharded over two processes
-    torchrun --nproc-per-node 2 examples/parallel.py --tensor-parallel 2  each product split over two
+    torchrun --nproc-per-node 2 examples/parallel.py --tensor-parallel 2  each matrix product split over two
     torchrun --nproc-per-node 8 examples/parallel.py --tensor-parallel 2 --layers 32 --dim 4096 --budget 60%
 
-On GPUs it uses NCCL and Inductor, elsewhere gloo and the eager backend of the compiler: same script.
+On GPUs it uses NCCL and Inductor, elsewhere gloo and `backend="eager"`.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def parse(options: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget", default="70%", help="bytes, or a share of what the plain step would take")
-    parser.add_argument("--backend", help="of torch.compile")
+    parser.add_argument("--backend", help="backend of torch.compile")
     return parser.parse_args(options)
 
 
@@ -132,8 +132,8 @@ def train(args: argparse.Namespace, device: str) -> list[float]:
 
     backend = args.backend or ("inductor" if device == "cuda" else "aot_eager")
     if args.tensor_parallel > 1 and args.backend is None:
-        # The partitioner of torch 2.13 takes the mesh for a tensor to be saved, wherever compiled tensor-parallel code
-        # recomputes anything, by torch's own checkpointing too.
+        # Where compiled tensor-parallel code recomputes anything, the partitioner of torch 2.13 mistakes the mesh for a
+        # tensor to save, with torch's own checkpointing too.
         backend = "eager"
     plan = make_plan(args, device)
     torch.manual_seed(0)

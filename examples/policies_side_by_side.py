@@ -1,4 +1,4 @@
-"""One function, four policies: what each keeps, and that the gradients are equal.
+"""One function, four policies: what each keeps, and a check that the gradients are equal.
 
 python examples/policies_side_by_side.py
 """

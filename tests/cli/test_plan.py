@@ -310,7 +310,7 @@ def test_fit_needs_a_module(invoke: Invoke) -> None:
 def test_a_script_is_planned_as_it_runs(invoke: Invoke) -> None:
     done = invoke("plan", "train.py", "--budget", "min", "--quiet", "--", "4")
     assert done.code == 0, done.err
-    assert "plan train.py within min" in done.out
+    assert "plan train.py at the smallest peak" in done.out
 
 
 # Machines that are not here.

@@ -113,7 +113,7 @@ def test_a_refusal_and_a_report_name_them(tell: Tell) -> None:
     seen = recollect.profile(model, x, optimizer=torch.optim.SGD)
     with pytest.raises(recollect.BudgetError, match=r"other tensors 64.00 MiB") as raised:
         recollect.plan(seen, budget="1MiB")
-    assert "64.00 MiB of that are other tensors in this process" in str(raised.value)
+    assert "64.00 MiB of the peak are other tensors in this process" in str(raised.value)
     assert "delete those that you no longer need" in str(raised.value)
     assert any("64.00 MiB, are other tensors in this process" in said for said in judge_peak(find_peak(seen)))
 

@@ -505,7 +505,7 @@ def test_what_keeps_a_profile_from_being_a_usual_one_is_noted() -> None:
     recollect.apply(model, policies.save_matmuls)
     real = recollect.profile(model, ids, loss=torch.sum)
     dry = recollect.profile(model, ids, loss=torch.sum, dry=True)
-    assert real.notes == ("no optimizer was given: its state is taken as 0, and its step is left out",)
+    assert real.notes == ("no optimizer was given, so neither its state nor its step is counted",)
     assert any("regions under policies hold more on fake tensors" in note for note in dry.notes)
 
 

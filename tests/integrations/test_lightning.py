@@ -150,7 +150,7 @@ def test_the_command_line_gives_the_batch_to_the_training_step(command: str, tmp
     (tmp_path / "task.py").write_text(TASK)
     done = recollect(command, "task.py:make", "--budget", "min", "--quiet", folder=tmp_path)
     assert done.code == 0, done.err
-    assert "plan Task within min" in done.out
+    assert "plan Task at the smallest peak" in done.out
 
 
 @pytest.mark.parametrize("run", [functools.partial(fit_step, budget="min"), profile])

@@ -142,5 +142,5 @@ def test_rounds_of_which_a_later_one_needs_what_was_saved_before_are_planned_tog
 def test_where_a_model_that_is_not_planned_sets_the_peak_it_is_named() -> None:
     model, step = make_gan()
     x = torch.randn(512, 16)
-    with pytest.raises(recollect.BudgetError, match=r"is no part of the Sequential that is planned, .*holds both"):
+    with pytest.raises(recollect.BudgetError, match=r"is not part of the Sequential that is planned, .*holds both"):
         recollect.fit(model[0], x, step=step, budget=recollect.profile(step, x).peak_bytes // 2)

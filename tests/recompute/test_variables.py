@@ -177,7 +177,7 @@ def test_a_tensor_that_was_written_into_before_its_variable_was_set_is_an_error(
         backward(y.sum())
     assert str(caught.value) == (
         "region 'scaled': a tensor of shape [2] that the function closes over was changed in place after the region "
-        "was entered, and its variable set to another since.\n"
+        "was entered, and its variable has since been set to another tensor.\n"
         "Recomputation would read the new values. Use the out-of-place form of that operation, or pass the tensor as "
         "an argument."
     )

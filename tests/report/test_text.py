@@ -125,7 +125,7 @@ by module
     lm_head  Linear                 0 B   16.00 KiB  8.39 µs   16.8 µs
 
 what recomputing would save, most first, each on its own
-  recompute             frees     for  per GiB        peak then
+  recompute             frees   costs  per GiB       peak after
   layers.*       x2  7.00 MiB  805 µs   118 ms  5.71 MiB (-38%)
   layers.*.mlp   x2  4.00 MiB  176 µs  45.1 ms  7.21 MiB (-22%)
   layers.*.attn  x2  2.00 MiB  587 µs   301 ms  7.21 MiB (-22%)
@@ -214,7 +214,7 @@ def test_gains_are_by_family_and_what_gives_most_is_first() -> None:
         ["layers.*.attn", "x4"],
     ]
     assert lines[2].split()[2:4] == ["1.00", "MiB"]
-    assert lines[0].split() == ["recompute", "frees", "for", "per", "GiB", "peak", "then"]
+    assert lines[0].split() == ["recompute", "frees", "costs", "per", "GiB", "peak", "after"]
 
 
 def test_gains_without_times_are_counted_in_operations() -> None:

@@ -178,7 +178,7 @@ def _explain_no_backward(name: str, calls: int) -> str:
     if not calls:
         return f"{name} ran no torch operators: name a function that runs a step, or returns a model and its inputs"
     return (
-        f"{name} ran {calls} operators but no backward, so nothing is saved for one: return the loss, run its "
+        f"{name} ran {calls} operators but no backward, so nothing is saved for backward: return the loss, run its "
         "backward (`loss.backward()`) inside the function, or return the model and its inputs"
     )
 

@@ -22,6 +22,8 @@ from recollect._plan.solvers.highs import import_scipy
 from recollect._plan.tiers import read_tiers
 from recollect._plan.write import take_fingerprint, write_choices, write_regions
 
+_IN_WORDS = {SMALLEST: "at the smallest peak", FASTEST: "as the plain step"}
+"""What a plan is called whose budget is not a size."""
 _FRAGMENTATION = 0.03
 
 
@@ -202,7 +204,7 @@ def _write(work: Work, point: Point, asked: Budget, margin: int, name: str, tier
     idle = find_idle(problem, regions)
     idle_regions, idle_choices = plan_idle(problem, idle, choices)
     return Plan(
-        name=name or f"{profile.name} within {asked.text}".strip(),
+        name=name or f"{profile.name} {_IN_WORDS.get(asked.text, f'within {asked.text}')}".strip(),
         choices=(*choices, *idle_choices),
         regions=(*regions, *idle_regions),
         forecast=Forecast(

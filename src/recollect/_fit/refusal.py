@@ -48,12 +48,12 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
         )
     elif others > _MUCH * smallest.peak_bytes:
         advice = (
-            f"{format_bytes(others)} of that are other tensors in this process, such as earlier models or copies of "
-            f"weights: delete those that you no longer need. Or raise the budget, shrink the batch, or try {levers}"
+            f"{format_bytes(others)} of the peak are other tensors in this process, such as earlier models or copies "
+            f"of weights: delete those that you no longer need. Or raise the budget, shrink the batch, or try {levers}"
         )
     elif call.phase is Phase.OPTIMIZER:
         advice = (
-            "That is the optimizer's step: use an optimizer with less state or fewer temporaries (fused=True, "
+            "The peak is in the optimizer's step: use an optimizer with less state or fewer temporaries (fused=True, "
             "foreach=False)"
         )
     elif not any(entry.path for entry in profile.modules):
@@ -63,14 +63,14 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
         )
     elif _is_elsewhere(problem, smallest.peak_call):
         advice = (
-            f"{call.module} is no part of the {profile.name or 'model'} that is planned, so nothing of it is "
-            "recomputed: pass a module that holds both, such as a torch.nn.ModuleList of them"
+            f"The peak is in {call.module}, which is not part of the {profile.name or 'model'} that is planned, so "
+            "recomputing cannot lower it: pass a module that holds both, such as a torch.nn.ModuleList of them"
         )
     elif profile.storages and _is_head(problem, smallest.peak_call):
         fit = choose_words("recollect.fit", "`recollect fit`")
         chunks = f"let {fit} compute the loss in chunks (`{spell_levers([CHUNKED_LOSS])}`), "
         can_chunk = has_cross_entropy(profile.calls)
-        advice = f"That is the loss head: {chunks if can_chunk else ''}shrink the batch, or raise the budget"
+        advice = f"The peak is in the loss head: {chunks if can_chunk else ''}shrink the batch, or raise the budget"
     wanted = asked.text if asked.bytes is None else format_bytes(asked.bytes)
     return (
         f"no plan fits {wanted}{kept}: the smallest reachable peak is "

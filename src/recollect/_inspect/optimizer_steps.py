@@ -88,7 +88,7 @@ class OptimizerSteps:
         if self._capture.optimizers or self.names:
             return
         if self._kind is None:
-            self.notes.append("no optimizer was given: its state is taken as 0, and its step is left out")
+            self.notes.append("no optimizer was given, so neither its state nor its step is counted")
             return
         from recollect._profile.optimizer import shadow_of
 

@@ -62,8 +62,8 @@ def refuse_spent() -> NoReturn:
         CheckpointError: always.
     """
     message = (
-        "backward was run through a graph that a recomputation made, and whose values are gone: forward has put a "
-        "tensor away, in an attribute or a list, and recomputation has put its own in its place.\n"
+        "backward was run through a graph that a recomputation made, and whose values are gone: forward stored a "
+        "tensor in an attribute or a list, and recomputation replaced it with its own.\n"
         "Use what forward returns, or run backward through it before the region is recomputed"
     )
     raise CheckpointError(message)

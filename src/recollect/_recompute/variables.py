@@ -121,7 +121,8 @@ class _NotedTensor:
         if self._alias._version != self._version:  # noqa: SLF001
             message = (
                 f"region '{region}': a tensor of shape {list(self._alias.shape)} that the function closes over was "
-                "changed in place after the region was entered, and its variable set to another since.\n"
+                "changed in place after the region was entered, and its variable has since been set to another "
+                "tensor.\n"
                 "Recomputation would read the new values. Use the out-of-place form of that operation, or pass the "
                 "tensor as an argument."
             )

@@ -229,7 +229,7 @@ def _gains(profile: Profile, gains: Sequence[Gain], top: int) -> RenderableType 
         return None
     rows = fold_gains(profile, gains)
     has_times = rows[0].recompute_s is not None
-    table = _table("recompute", ">", ">frees", ">for", ">per GiB", ">peak then")
+    table = _table("recompute", ">", ">frees", ">costs", ">per GiB", ">peak after")
     for gain in rows[:top]:
         cost, price = (
             (format_seconds(gain.recompute_s), format_seconds(gain.price * 2**30))

@@ -163,7 +163,7 @@ function showSections() {
 
 showHead();
 byId("frontier-lead").textContent =
-  "Each point is a plan: choose one, or slide the budget. The line shows the most that budgets in between cost. " +
+  "Each point is a plan: choose one, or slide the budget. Between two points, the line shows the most that a budget costs. " +
   `Plans and policies are simulated from the profile${measured ? "; the cross was measured" : ""}.`;
 byId("why").hidden = !data.notes.length;
 byId("notes").append(...data.notes.map((sentence) => make("li", {}, make("bdi", {}, sentence))));

@@ -33,18 +33,18 @@ class Timeline {
 
   build(root) {
     this.where = make("div", { class: "where" });
-    this.legend = make("ul", { class: "legend", "aria-label": "By category; press one to leave it out" });
+    this.legend = make("ul", { class: "legend", "aria-label": "By category; click one to hide it" });
     this.alive = make("tbody");
     this.aliveTitle = make("h3");
     const panel = make("aside", { class: "panel", "aria-label": "At this call" }, this.where, this.legend);
     this.tracks.forEach(({ label, chart }) => {
       this.charts.append(...(label ? [make("h3", { class: "track" }, label)] : []), chart.element);
     });
-    const hint = "Drag to zoom; click to stay at a call, Escape to leave it. Arrow keys move, P goes to the peak.";
+    const hint = "Drag to zoom. Click to pin a call, Escape to unpin it. Arrow keys move, P goes to the peak.";
     const links = this.tracks.flatMap(({ links: own }) => (own ? [own.element] : []));
     this.charts.append(...links, this.overview.element, make("p", { class: "hint" }, hint));
     const head = ["Size", "Tensor", "Made in", "By", "Line"].map((text) => make("th", { scope: "col" }, text));
-    const caption = make("caption", { class: "unseen" }, "Tensors that are alive at this call");
+    const caption = make("caption", { class: "unseen" }, "Tensors in memory at this call");
     const table = make("table", { class: "alive" }, caption, make("thead", {}, make("tr", {}, ...head)), this.alive);
     root.append(
       this.makeTools(),
