@@ -45,6 +45,6 @@ def recollect(
 
     Each command explains itself: `recollect COMMAND --help`.
 
-    **Exit codes** of all commands: 0 done; 1 your code failed, or what was checked does not work; 2 wrong usage: the
-    command does not accept an option, a target or a file; 130 interrupted.
+    **Exit codes** of all commands: 0 done; 1 your code failed, nothing fits, or something does not work; 2 wrong usage:
+    the command does not accept an option, a target or a file; 130 interrupted.
     """

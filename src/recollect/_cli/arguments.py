@@ -67,7 +67,8 @@ BudgetOption = Annotated[
     typer.Option(
         "--budget",
         metavar="BUDGET",
-        help="The most device memory that the whole step may take: 16GiB, 80%, min (as little as possible), fastest.",
+        help="The most device memory that the whole step may use: 16GiB, 80%, min (the smallest peak), or fastest (the "
+        "plain step).",
     ),
 ]
 TiersOption = Annotated[
@@ -83,7 +84,7 @@ LeverOption = Annotated[
     typer.Option(
         "--lever",
         metavar="NAME",
-        help="What else the plan may change: chunked_loss, chunked_mlp, micro_batches; may be repeated.",
+        help="What else the plan may do: chunked_loss, chunked_mlp, micro_batches; may be repeated.",
     ),
 ]
 OutOption = Annotated[

@@ -50,7 +50,7 @@ def bench(
             "--jobs",
             metavar="N",
             min=0,
-            help="Compile the contenders ahead in N processes, which share 60% of the device's memory.",
+            help="Compile the contenders ahead of time, in N processes that share 60% of the device's memory.",
         ),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: small sizes, eager, few steps.")] = False,
@@ -75,9 +75,9 @@ def bench(
 ) -> None:
     """Measure step time against peak memory: recollect at seven budgets next to its rivals.
 
-    Each model, size and mode runs in a process of its own, in which the contenders take turns. Measurements are
-    appended to bench.json. Run the command again to continue where it stopped: what these versions of recollect and
-    torch have already measured on this device is not measured again.
+    Each model, size and mode runs in its own process, in which the contenders take turns. Measurements are appended to
+    bench.json. Run the command again to continue where it stopped: what these versions of recollect and torch have
+    already measured on this device is not measured again.
 
     **Exit codes**: 0 done, 1 a measurement failed, 2 wrong usage.
 

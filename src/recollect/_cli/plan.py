@@ -58,15 +58,15 @@ def plan(
     traceback: TracebackOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Plan a training step for a memory budget: what is kept, what is recomputed, and what that costs.
+    """Plan a training step for a memory budget: what to keep, what to recompute, and what that costs.
 
     TARGET is what `recollect profile` takes, or a profile that it has written (`step.json`). The plan is printed, and
     written to plan.json for `recollect.apply`; plan.html shows what other budgets would give. A model whose plain step
-    does not fit here is profiled from shapes alone.
+    does not fit here is estimated from shapes.
 
     **For larger machines**: --world says how many devices share parameters, gradients and optimizer state. --unknown
-    names the parameter of the function whose largest fitting value to find, such as `length` of `make(batch=1,
-    length=4096)`. Both run nothing. --device takes several devices, separated by commas, and shows what fits on each.
+    names a parameter of the function, such as `length` in `make(batch=1, length=4096)`, and finds its largest value
+    that fits. Both run nothing. --device takes several devices, separated by commas, and shows what fits on each.
 
     **Exit codes**: 0 done, 1 no plan fits or the target's code failed, 2 wrong usage.
 

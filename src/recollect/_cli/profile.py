@@ -55,8 +55,8 @@ def profile(
 
     - a model, or `(model, *inputs)`: its forward and backward; the output is the loss, or is summed to one;
     - a mapping with `model`, `inputs` (a mapping: by keyword), `kwargs`, `loss` (output to loss), `optimizer`, `step`;
-    - a function that runs a step, or returns its loss: it runs once, and is profiled while it runs again;
-    - anything else, such as a loss: the function itself was the step, and is profiled while it runs again.
+    - a function that runs a step, or returns its loss: it runs once, and is profiled when it runs again;
+    - anything else, such as a loss: the function itself was the step, and is profiled when it runs again.
 
     If memory runs out, recollect says what was in memory, and which modules to recompute to make room.
 

@@ -3,6 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const { alternatives, plain, policies, measured } = data;
+policies.sort((one, other) => other.peak_bytes - one.peak_bytes); // so that the table lists their letters in order
 
 /** Memory over a step as the curves want it: when each stretch begins and ends, and the most in use in it. */
 function makeTrack({ peak_bytes: peak, ends_s: ends, kib }) {
