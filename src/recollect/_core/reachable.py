@@ -15,6 +15,7 @@ from itertools import chain
 from logging import Logger
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,13 @@ _NOT_SEARCHED = ("torch.", "recollect.")
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
 _COLLECTIONS = (list, dict, set, deque)
+_ENDS = frozenset({type(None), type(object.__call__)})  # that lead nowhere: nothing, and slots of C code
+_CACHED = type(functools.lru_cache(len))
+_FOUND = (nn.Module, Tensor)
+_USUAL = frozenset(_COLLECTIONS)
+_OWN_CLASS = "__class__"  # the variable of a method that calls `super`
+_NOT_RUN = frozenset({"__init__", "__repr__", "extra_repr"})  # by a forward
+_LIKE_COLLECTIONS = (*_COLLECTIONS, SimpleNamespace)
 _NOT_OBJECTS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 T = TypeVar("T")
 
@@ -179,8 +187,10 @@ def find_held(fn: Callable[..., Any], objects: Iterable[Any] = ()) -> Found:
 
 def is_holder(kind: type) -> bool:
     """Whether user code may collect something in objects of this class: a collection, or a class of the user's own."""
-    return issubclass(kind, (*_COLLECTIONS, SimpleNamespace)) or (
-        kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_OBJECTS) and is_users_own(kind.__module__)
+    return (
+        kind in _USUAL
+        or issubclass(kind, _LIKE_COLLECTIONS)
+        or (kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_OBJECTS) and is_users_own(kind.__module__))
     )
 
 
@@ -230,8 +240,21 @@ def find_methods(kinds: Iterable[type]) -> list[FunctionType]:
     """Methods of the user's own classes of modules that read variables of closures, or globals other than code."""
     bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
     own = [base for base in bases if is_users_own(base.__module__)]
-    methods = [value for base in own for value in vars(base).values() if type(value) is FunctionType]
-    return [method for method in methods if _reads_variables(method)]
+    return [vars(base)[name] for base in own for name in _find_reading(base)]
+
+
+# By class: which objects it had, by their ids, and the names of such methods among them.
+_reading: WeakKeyDictionary[type, tuple[list[int], list[str]]] = WeakKeyDictionary()
+
+
+def _find_reading(base: type) -> list[str]:
+    held = vars(base)
+    now, (noted, names) = list(map(id, held.values())), _reading.get(base, ([], []))
+    if now != noted:
+        methods = [(name, value) for name, value in held.items() if type(value) is FunctionType]
+        names = [name for name, method in methods if name not in _NOT_RUN and _reads_variables(method)]
+        _reading[base] = now, names
+    return names
 
 
 def _reads_variables(method: FunctionType) -> bool:
@@ -241,7 +264,9 @@ def _reads_variables(method: FunctionType) -> bool:
 
 def _search(fn: Callable[..., Any], found: Found) -> None:
     """Look where Python functions keep what they use; about 1 µs per function on the way."""
-    modules, tensors, generators, holders = found.modules, found.tensors, found.generators, found.holders
+    modules: list[Any] = found.modules
+    tensors: list[Any] = found.tensors
+    generators, holders = found.generators, found.holders
     seen = {id(fn)}
     random_kinds = generator_kinds()
     stack: list[Any] = [fn]
@@ -254,16 +279,17 @@ def _search(fn: Callable[..., Any], found: Found) -> None:
                 part, kind = part.__self__, type(part.__self__)  # noqa: PLW2901 (of `losses.append`: the list)
             if kind in _INERT:
                 continue
-            if kind in random_kinds:
-                generators.append(part)
-            elif kind is not FunctionType and isinstance(part, nn.Module):
-                modules.append(part)
-            elif kind is not FunctionType and isinstance(part, Tensor):
-                tensors.append(part)
-            elif id(part) not in seen and len(seen) < _MOST_PARTS:
+            if kind is not FunctionType:
+                if isinstance(part, _FOUND):
+                    (modules if isinstance(part, nn.Module) else tensors).append(part)
+                    continue
+                if kind in random_kinds:
+                    generators.append(part)
+                    continue
+            if id(part) not in seen and len(seen) < _MOST_PARTS:
                 seen.add(id(part))
                 stack.append(part)
-                if is_holder(kind):
+                if kind is not FunctionType and is_holder(kind):
                     holders.append(part)
 
 
@@ -275,43 +301,56 @@ def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable
     if kind is MethodType:
         return (value.__self__, value.__func__)
     if kind is functools.partial:
-        return (value.func, *value.args, *value.keywords.values())
+        return (value.func, *value.args, *value.keywords.values()) if value.keywords else (value.func, *value.args)
+    if kind is _CACHED:
+        return (value.__wrapped__,)
     if isinstance(value, _CONTAINERS):
         parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
         return parts if len(value) <= _MOST_PARTS else ()
-    random_kinds = generator_kinds()
-    attributes = [
-        part for part in getattr(value, "__dict__", {}).values() if isinstance(part, kept) or type(part) in random_kinds
-    ]
-    return [*attributes, getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")]
+    found: list[Any] = []
+    attributes = getattr(value, "__dict__", None)
+    if attributes:
+        random_kinds = generator_kinds()
+        found = [part for part in attributes.values() if isinstance(part, kept) or type(part) in random_kinds]
+    wrapped, called = getattr(value, "__wrapped__", None), kind.__dict__.get("__call__")
+    return [*found, *(part for part in (wrapped, called) if type(part) not in _ENDS)]
 
 
 def _parts_of_function(function: FunctionType, found: Found | None = None) -> list[Any]:
     """The same of a function; adds its variables, if asked to."""
+    known, code = function.__globals__, function.__code__
     # By where it is written: a wrapper bears the module of what it wraps, which its attributes lead to.
-    if (function.__globals__.get("__name__") or "").startswith(_NOT_SEARCHED):
+    if (known.get("__name__") or "").startswith(_NOT_SEARCHED):
         return list(function.__dict__.values()) if function.__dict__ else []
+    cells, names = _cells_of(function), _globals_of(code)
     if found is not None:
         found.functions.append(function)
-        if function.__closure__:
-            found.cells += function.__closure__
-        _add_globals(function, found.globals)
+        found.cells += cells
+        if names:
+            _add_globals(function, found.globals)
     parts: list[Any] = []
-    if function.__closure__:
-        for cell in function.__closure__:
-            try:  # not `suppress`: this runs at every call of a region
-                parts.append(cell.cell_contents)
-            except ValueError:
-                continue
+    for cell in cells:
+        try:  # not `suppress`: this runs at every call of a region
+            parts.append(cell.cell_contents)
+        except ValueError:
+            continue
     if function.__defaults__:
-        parts.extend(function.__defaults__)
+        parts += function.__defaults__
     if function.__kwdefaults__:
-        parts.extend(function.__kwdefaults__.values())
+        parts += function.__kwdefaults__.values()
     if function.__dict__:
-        parts.extend(function.__dict__.values())
-    known = function.__globals__
-    parts += [known[name] for name in _globals_of(function.__code__) if name in known]
+        parts += function.__dict__.values()
+    if names:
+        parts += [known[name] for name in names if name in known]
     return parts
+
+
+def _cells_of(function: FunctionType) -> tuple[CellType, ...]:
+    """The variables that a function closes over, but for the class that its ``super()`` asks for."""
+    cells, names = function.__closure__, function.__code__.co_freevars
+    if not cells or _OWN_CLASS not in names:
+        return cells or ()
+    return tuple(cell for name, cell in zip(names, cells, strict=True) if name != _OWN_CLASS)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,13 +19,14 @@ if the code reads no such values: its last result. Of a long collection only the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor, nn
 
 from recollect._core.reachable import is_holder
 from recollect._recompute.contents import (
-    COLLECTIONS,
     Contents,
     contents_of,
     cut_off,
@@ -33,7 +34,7 @@ from recollect._recompute.contents import (
     is_same,
     mapped,
     put,
-    size_of,
+    table_of,
     values_of,
 )
 
@@ -42,6 +43,7 @@ _FEW = 64  # parts of one whose own parts are looked at
 _DEEPEST = 2  # collections in each other
 _LONG = 256  # of more parts only the number is noted: a list of losses grows as long as the training
 _COUNTS = frozenset({int, bool, str, type(None)})
+_PLAIN = _COUNTS | {float, Tensor, nn.Parameter}  # what a collection mostly holds
 
 _busy: dict[int, tuple[int, _Entry]] = {}  # by id: collections that recomputation on some thread will put back
 
@@ -54,12 +56,16 @@ class Collected:
         owned: those in attributes of modules.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_count_owned", "_entries", "_held", "_parts")
 
     def __init__(self, named: Iterable[Any], owned: Iterable[Any]) -> None:
         seen: set[int] = set()
-        self._entries = [_Entry(part, is_named=False) for part in _walk(owned, seen)]
-        self._entries += [_Entry(part, is_named=True) for part in _walk(named, seen)]
+        parts = self._parts = _find(owned, seen) if owned else []
+        self._count_owned = len(parts)
+        if named:
+            parts += _find(named, seen)
+        self._held = list(map(_read, parts))
+        self._entries: list[_Entry] | None = None  # those that count; None while the function runs
 
     def settle(self, new: Iterable[Any], may_read: Callable[[Any, Any], bool]) -> Collected | None:
         """At exit: keep those that forward has changed; None if there are none.
@@ -68,50 +74,64 @@ class Collected:
             new: collections that stand where nothing stood at entry.
             may_read: whether the code that ran may read what a collection, or an object, had under a key or name.
         """
-        known = {id(entry.part) for entry in self._entries}
-        self._entries = [entry for entry in self._entries if entry.settle(may_read)]
-        self._entries += [_Entry.of_new(part) for part in new if id(part) not in known and size_of(part)]
+        parts, held = self._parts, self._held
+        known = set(map(id, parts)) if new else ()
+        changed = [
+            number
+            for number, (part, noted) in enumerate(zip(parts, held, strict=True))
+            if type(noted) is int or not is_same(table_of(part), noted)
+        ]
+        entries = map(self._entry, changed)
+        self._entries = [entry for entry in entries if entry.settle(may_read)]
+        self._entries += [_Entry(part, 0, is_named=False) for part in new if id(part) not in known and table_of(part)]
+        self._parts = self._held = []
         return self if self._entries else None
+
+    def _entry(self, number: int) -> _Entry:
+        return _Entry(self._parts[number], self._held[number], is_named=number >= self._count_owned)
 
     def put(self) -> list[Callable[[], None]]:
         """Before recomputation: set them as they were; gives what puts all back."""
-        return [entry.put() for entry in self._entries]
+        entries = map(self._entry, range(len(self._parts))) if self._entries is None else self._entries
+        return [entry.put() for entry in entries]
 
 
 def keep_out_of(named: Iterable[Any]) -> list[Callable[[], None]]:
     """Before recomputation, of collections that were not noted at entry; gives what takes its data out of them."""
-    return [_Entry(part, is_named=True).put(keeps_counts=True) for part in _walk(named, set())]
+    return [_Entry(part, _read(part), is_named=True).put(keeps_counts=True) for part in _find(named, set())]
+
+
+def _read(part: Any) -> Contents | int:
+    """What a collection or object holds; of a long one, how much."""
+    kind = type(part)
+    if (kind is list or kind is dict) and len(part) <= _LONG:
+        return cast("Contents", part.copy())
+    length = len(table_of(part))
+    return contents_of(part) if length <= _LONG else length
 
 
 class _Entry:
     """One collection or object, as it was at entry.
 
-    Attributes:
+    Args:
         part: the collection itself.
+        held: what it held then, or how much.
+        is_named: whether functions name it.
     """
 
     __slots__ = ("_is_named", "_length", "_noted", "part")
 
-    def __init__(self, part: Any, *, is_named: bool) -> None:
+    def __init__(self, part: Any, held: Contents | int, *, is_named: bool) -> None:
         self.part, self._is_named = part, is_named
-        self._length = size_of(part)
-        self._noted: Contents | None = contents_of(part) if self._length <= _LONG else None
-
-    @classmethod
-    def of_new(cls, part: Any) -> _Entry:
-        """One that was empty at entry, or not there."""
-        entry = cls(part, is_named=False)
-        entry._length, entry._noted = 0, None
-        return entry
+        self._length = held if isinstance(held, int) else len(held)
+        self._noted: Contents | None = None if isinstance(held, int) else held
 
     def settle(self, may_read: Callable[[Any, Any], bool]) -> bool:
-        """Whether forward has changed it, and recomputation has to find it as it was."""
+        """It was changed, or is long: whether recomputation has to find it as it was."""
         part, before, self._noted = self.part, self._noted, None
         if before is None:
-            return size_of(part) > self._length and self._counts_for_much(_last(part, self._length))
+            return len(table_of(part)) > self._length and self._counts_for_much(_last(part, self._length))
         now = contents_of(part)
-        if is_same(now, before):
-            return False
         if not self._counts_for_much(_others(now, before) + _others(before, now)):
             return False
         if _has_grown(now, before) or _loses_what_is_read(part, now, before, may_read):
@@ -132,11 +152,12 @@ class _Entry:
         owner = _busy.setdefault(id(part), me)
         if owner[0] != me[0]:
             return _do_nothing
-        now = contents_of(part) if size_of(part) <= _LONG else None
+        length = len(table_of(part))
+        now = contents_of(part) if length <= _LONG else None
         hidden: list[Any] = []
         if self._noted is not None and not keeps_counts:
             put(part, self._noted)
-        elif size_of(part) > self._length:
+        elif length > self._length:
             hidden = _take(part, self._length)
 
         def put_back() -> None:
@@ -179,21 +200,27 @@ def _loses_what_is_read(part: Any, now: Contents, before: Contents, may_read: Ca
     return any(may_read(part, key) for key, value in before.items() if now.get(key) is not value)
 
 
-def _walk(parts: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """These, and what collections and objects in them there are."""
-    waiting = deque((part, 0) for part in parts)
-    while waiting and len(seen) < _MOST:
-        part, depth = waiting.popleft()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        if depth < _DEEPEST and size_of(part) <= _FEW:
-            table = part if isinstance(part, COLLECTIONS) else vars(part)
-            values = list(table.values() if isinstance(table, dict) else table)
-            kinds = {kind for kind in set(map(type, values)) if is_holder(kind)}
-            if kinds:
-                waiting.extend((value, depth + 1) for value in values if type(value) in kinds)
+def _find(parts: Iterable[Any], seen: set[int]) -> list[Any]:
+    """These, and what collections and objects in them there are, those that stand deeper last."""
+    found: list[Any] = []
+    level = parts
+    for depth in range(_DEEPEST + 1):
+        inner: list[Any] = []
+        for part in level:
+            if id(part) in seen or len(seen) == _MOST:
+                continue
+            seen.add(id(part))
+            found.append(part)
+            if depth == _DEEPEST:
+                continue
+            table = table_of(part)
+            if table and len(table) <= _FEW:
+                values = table.values() if isinstance(table, dict) else table
+                kinds = set(map(type, values)) - _PLAIN
+                if kinds:
+                    inner += [value for value in values if type(value) in kinds and is_holder(type(value))]
+        level = inner
+    return found
 
 
 def _last(part: Any, length: int) -> list[Any]:
@@ -206,9 +233,9 @@ def _last(part: Any, length: int) -> list[Any]:
 
 def _take(part: Any, length: int) -> list[Any]:
     """Take the last out until it is so long; gives these in their order."""
-    table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
+    table = table_of(part)
     take = table.popitem if isinstance(table, dict) else table.pop
-    return [take() for _ in range(size_of(part) - length)][::-1]
+    return [take() for _ in range(len(table) - length)][::-1]
 
 
 def _extend(part: Any, values: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,9 +28,9 @@ def contents_of(part: Any) -> Contents:
     return set(part) if isinstance(part, set) else dict(vars(part))
 
 
-def size_of(part: Any) -> int:
-    """How many things it holds."""
-    return len(part) if isinstance(part, COLLECTIONS) else len(vars(part))
+def table_of(part: Any) -> Any:
+    """The collection itself, or the attributes of an object."""
+    return part if isinstance(part, COLLECTIONS) else vars(part)
 
 
 def values_of(held: Contents) -> list[Any]:
@@ -37,18 +38,20 @@ def values_of(held: Contents) -> list[Any]:
     return list(held.values() if isinstance(held, dict) else held)
 
 
-def is_same(one: Contents, other: Contents) -> bool:
-    """Whether these are the same objects in the same places."""
+def is_same(one: Any, other: Any) -> bool:
+    """Whether a collection, or what another held, has the same objects in the same places; in loops that run in C."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(map(is_, one.values(), other.values())) and all(map(is_, one, other))
     if isinstance(one, set) or isinstance(other, set):
         return isinstance(one, set) and isinstance(other, set) and set(map(id, one)) == set(map(id, other))
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) != list(other):
-        return False
-    return len(one) == len(other) and all(a is b for a, b in zip(values_of(one), values_of(other), strict=True))
+    return all(map(is_, one, other))
 
 
 def put(part: Any, held: Contents) -> None:
     """Let a collection or an object hold these, and nothing else."""
-    table: Any = part if isinstance(part, COLLECTIONS) else vars(part)
+    table = table_of(part)
     table.clear()
     (table.extend if isinstance(table, (list, deque)) else table.update)(held)
 

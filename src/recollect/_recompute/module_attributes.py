@@ -85,55 +85,67 @@ def _find_generators(tables: Iterable[Table]) -> list[Place]:
     ]
 
 
+class Names:
+    """Which attributes of some modules are noted. Holds no module, nor anything that leads to one.
+
+    Args:
+        modules: all of them.
+        tables: their dictionaries.
+
+    Attributes:
+        by_module: the noted ones.
+        readers: of each module, what reads them from its dictionary.
+        sizes: how many attributes each has, of whatever kind.
+        generators: those that are random generators.
+        may_be_holders: those in which forward may collect something, and what is None.
+        may_be_tensors: tensors, and what is None.
+        unset: all that are None.
+    """
+
+    __slots__ = (*("by_module", "generators", "may_be_holders", "may_be_tensors", "readers", "sizes", "unset"),)
+
+    def __init__(self, modules: list[nn.Module], tables: list[Table]) -> None:
+        self.by_module = list(map(_name_settings, modules))
+        self.readers = list(map(_reader_of, self.by_module))
+        self.sizes = list(map(len, tables))
+        self.generators = _find_generators(tables)
+        self.unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
+        self.may_be_tensors: list[Place] = []
+        self.may_be_holders: list[Place] = []
+        for number, (table, names) in enumerate(zip(tables, self.by_module, strict=True)):
+            if len(names) > 1 or (names and TRAINING not in names):
+                own = [(name, value) for name, value in table.items() if name not in _TABLES]
+                self.may_be_holders += [
+                    (number, name) for name, value in own if value is None or is_holder(type(value))
+                ]
+                self.may_be_tensors += [
+                    (number, name) for name, value in own if value is None or isinstance(value, Tensor)
+                ]
+
+
 class ModuleAttributes:
-    """The attributes of some modules: which are noted, once, and what they are now, at each call.
+    """The attributes of some modules: what they are now, at each call.
 
     Does not hold the roots, nor their dictionaries, so that they may hold it: their callers give them.
 
     Args:
-        modules: the roots, then all that they contain.
-        tables: their dictionaries.
-        inner: those of all but the roots.
-
-    Attributes:
-        generators: those that are random generators.
-        holders: those in which forward may collect something.
-        may_be_tensors: tensors, and what is None.
-        is_new: whether no call has ended since it was made.
+        names: which are noted.
+        inner: the dictionaries of all modules but the roots.
+        is_new: whether no call has ended since the names were found.
     """
 
-    __slots__ = (
-        *("_inner", "_names", "_readers", "_sizes", "_unset", "_unset_here", "generators", "holders", "is_new"),
-        "may_be_tensors",
-    )
+    __slots__ = ("_inner", "is_new", "names")
 
-    def __init__(self, modules: list[nn.Module], tables: list[Table], inner: list[Table]) -> None:
-        self._inner = inner
-        self._names = list(map(_name_settings, modules))
-        self._sizes = list(map(len, tables))  # how many attributes each has, of whatever kind
-        self._readers = list(map(_reader_of, self._names))
-        self.generators = _find_generators(tables)
-        self._unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
-        self.holders: list[Place] = []
-        self.may_be_tensors: list[Place] = []
-        self._unset_here: list[Place] = []  # where somebody may put a collection later
-        for number, (table, names) in enumerate(zip(tables, self._names, strict=True)):
-            if len(names) > 1 or (names and TRAINING not in names):
-                own = [(name, value) for name, value in table.items() if name not in _TABLES]
-                self.holders += [(number, name) for name, value in own if is_holder(type(value))]
-                self._unset_here += [(number, name) for name, value in own if value is None]
-                self.may_be_tensors += [
-                    (number, name) for name, value in own if value is None or isinstance(value, Tensor)
-                ]
-        self.is_new = True
+    def __init__(self, names: Names, inner: list[Table], *, is_new: bool) -> None:
+        self.names, self._inner, self.is_new = names, inner, is_new
 
     def read(self, roots: list[nn.Module]) -> list[Settings] | None:
         """The noted attributes of each module, as they are now; None if a module has got or lost one of any kind."""
         tables = self._tables(roots)
-        if list(map(len, tables)) != self._sizes:
+        if list(map(len, tables)) != self.names.sizes:
             return None
         try:
-            return list(map(call, self._readers, tables))
+            return list(map(call, self.names.readers, tables))
         except KeyError:
             return None
 
@@ -148,7 +160,7 @@ class ModuleAttributes:
         """What `read` gave, with other values in some places."""
         others = list(settings)
         for number in {number for number, _ in values}:
-            names = self._names[number]
+            names = self.names.by_module[number]
             noted = settings[number] if len(names) > 1 else (settings[number],)
             now = [values.get((number, name), value) for name, value in zip(names, noted, strict=True)]
             others[number] = tuple(now) if len(names) > 1 else now[0]
@@ -157,42 +169,47 @@ class ModuleAttributes:
     def find_own_generators(self, roots: list[nn.Module]) -> list[Any]:
         """What is there now where the modules had random generators."""
         tables = self._tables(roots)
-        return [tables[number].get(name) for number, name in self.generators]
+        return [tables[number].get(name) for number, name in self.names.generators]
 
     def find_holders(self, roots: list[nn.Module]) -> list[Any]:
-        """What is there now where the modules had collections, or objects of the user's own classes."""
-        tables = self._tables(roots)
-        found = [tables[number].get(name) for number, name in self.holders]
-        return [value for value in found if is_holder(type(value))]
+        """Collections, and objects of the user's own classes, where the modules had some, or nothing."""
+        return self._holders_at(roots, self.names.may_be_holders)
 
     def find_new_holders(self, roots: list[nn.Module]) -> list[Any]:
-        """The same where they had nothing."""
+        """The same where they had nothing when the names were found."""
+        return self._holders_at(roots, [place for place in self.names.may_be_holders if place in self.names.unset])
+
+    def _holders_at(self, roots: list[nn.Module], places: list[Place]) -> list[Any]:
+        if not places:
+            return []
         tables = self._tables(roots)
-        found = [tables[number].get(name) for number, name in self._unset_here]
+        found = [tables[number].get(name) for number, name in places]
         return [value for value in found if value is not None and is_holder(type(value))]
 
     def find_new_generators(self, roots: list[nn.Module]) -> list[tuple[Table, str, bool]]:
         """After the first call: random generators that it has made, and whether there was None before, or nothing.
 
-        If it made any, this no longer holds: the next call makes another.
+        If it made any, the names no longer hold: the next call finds others.
         """
         self.is_new = False
-        tables, known = self._tables(roots), self.generators
+        tables, known = self._tables(roots), self.names.generators
         found = [place for place in _find_generators(tables) if place not in known]
         if found:
-            self._sizes = []
-        return [(tables[place[0]], place[1], place in self._unset) for place in found]
+            self.names.sizes = []
+        return [(tables[place[0]], place[1], place in self.names.unset) for place in found]
 
     def find_made(self, roots: list[nn.Module]) -> list[tuple[Table, str]]:
         """Attributes that were made since this was: what is added stands behind."""
         grown = [
-            (table, size) for table, size in zip(self._tables(roots), self._sizes, strict=False) if len(table) > size
+            (table, size)
+            for table, size in zip(self._tables(roots), self.names.sizes, strict=False)
+            if len(table) > size
         ]
         return [(table, name) for table, size in grown for name in islice(table, size, None)]
 
     def by_name(self, settings: list[Settings]) -> Iterator[Table]:
         """What `read` gave, of each module by name."""
-        for names, values in zip(self._names, settings, strict=True):
+        for names, values in zip(self.names.by_module, settings, strict=True):
             yield dict(zip(names, values, strict=True)) if len(names) > 1 else dict.fromkeys(names, values)
 
     def _tables(self, roots: list[nn.Module]) -> list[Table]:

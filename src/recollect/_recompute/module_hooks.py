@@ -36,8 +36,8 @@ class ModuleHooks:
     __slots__ = ("_groups", "_tables")
 
     def __init__(self, tables: list[Table]) -> None:
-        self._groups: list[Group] = [group(table) for table in tables for group in _GROUPS]
-        self._groups += global_hook_tables()
+        hooks, pre_hooks = _GROUPS
+        self._groups: list[Group] = [*map(hooks, tables), *map(pre_hooks, tables), *global_hook_tables()]
         self._tables = [group[0] for group in self._groups]
 
     def note(self) -> Noted | None:

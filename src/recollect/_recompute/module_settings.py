@@ -45,9 +45,12 @@ class ModuleSettings:
         roots: the outermost.
         values: what the tree's attributes read at entry.
         restores: whether what forward itself sets goes back even where it sets no other state.
+
+    Attributes:
+        are_set_here: after `settle`: whether forward has set any.
     """
 
-    __slots__ = ("_made", "_new", "_own", "_restores", "_roots", "_set_here", "_tree", "_values")
+    __slots__ = ("_made", "_new", "_own", "_restores", "_roots", "_set_here", "_tree", "_values", "are_set_here")
 
     def __init__(self, tree: ModuleTree, roots: list[nn.Module], values: list[Values], *, restores: bool) -> None:
         self._tree, self._roots, self._values, self._restores = tree, roots, values, restores
@@ -79,7 +82,8 @@ class ModuleSettings:
         if attributes.is_new:
             self._new = attributes.find_new_generators(self._roots)
         self._own = set()
-        if attributes.are(self._roots, self._values):
+        self.are_set_here = not attributes.are(self._roots, self._values)
+        if not self.are_set_here:
             return
         restores = self._restores or has_state()
         numbers = {id(vars(module)): number for number, module in enumerate(self._tree.modules(self._roots))}

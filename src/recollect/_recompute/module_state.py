@@ -129,7 +129,7 @@ class ModuleState:
         tree = None if memory is None else memory.tree
         settings = tree.attributes.read(roots) if tree is not None and tree.is_of(roots) else None
         if tree is None or settings is None:
-            tree = ModuleTree(roots)
+            tree = ModuleTree.of(roots)
             settings = tree.attributes.read(roots)
             if memory is not None:
                 memory.tree = tree
@@ -150,7 +150,7 @@ class ModuleState:
             for module in tree.modules(roots):
                 self._note_state(module, exempt, exact=exact)
             self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
-        if tree.attributes.may_be_tensors:
+        if tree.attributes.names.may_be_tensors:
             self._note_tensors()
         if watches and roots:
             places = tree.written.get(roots[0].training)
@@ -210,7 +210,7 @@ class ModuleState:
     def _note_tensors(self) -> None:
         """Tensors in attributes: those that their modules write into are state, too."""
         modules = self._tree.modules(self._roots)
-        for number, name in self._tree.attributes.may_be_tensors:
+        for number, name in self._tree.attributes.names.may_be_tensors:
             module = modules[number]
             tensor = vars(module).get(name)
             if not isinstance(tensor, Tensor) or tensor.requires_grad:
@@ -228,7 +228,7 @@ class ModuleState:
     def find_generators(self) -> list[Any]:
         """The random generators that the modules hold."""
         attributes = self._tree.attributes
-        return attributes.find_own_generators(self._roots) if attributes.generators else []
+        return attributes.find_own_generators(self._roots) if attributes.names.generators else []
 
     def settle(self) -> None:
         """At exit: learn which buffers a class updates, and keep their values at entry."""
@@ -293,12 +293,11 @@ class ModuleState:
 
     def find_holders(self) -> list[Any]:
         """Collections among the attributes of the modules, and objects in which they may collect something."""
-        attributes = self._tree.attributes
-        return attributes.find_holders(self._roots) if attributes.holders else []
+        return self._tree.attributes.find_holders(self._roots)
 
     def find_new_holders(self) -> list[Any]:
-        """At exit: the same where they had nothing at entry."""
-        return self._tree.attributes.find_new_holders(self._roots)
+        """At exit, if forward has set any attributes: the same where they had nothing."""
+        return self._tree.attributes.find_new_holders(self._roots) if self._settings.are_set_here else []
 
     def find_hooked(self) -> list[Any]:
         """Those in which forward hooks on the modules, or on all modules, may collect something."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import call, is_, itemgetter
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, jit, nn
 
 from recollect._core.reachable import find_methods
-from recollect._recompute.module_attributes import ModuleAttributes, Table
+from recollect._recompute.module_attributes import ModuleAttributes, Names, Table
 from recollect._recompute.module_hooks import ModuleHooks
 from recollect._recompute.writes import Place
 
@@ -43,6 +43,23 @@ def _walk(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Table]]:
     return modules, list(map(vars, modules))
 
 
+def _walk_again(roots: list[nn.Module], shape: Shape) -> tuple[list[nn.Module], list[Table]]:
+    """What `_walk` gives.
+
+    Raises:
+        LookupError: the modules are others than they were, or have other attributes.
+    """
+    modules: list[Any] = [*roots, *map(call, shape.inner)]
+    try:
+        tables: list[Any] = list(map(vars, modules))
+    except TypeError:  # one that is gone
+        raise LookupError from None
+    inner = [part for part in _values(list(map(_children, tables))) if part is not None]
+    if list(map(len, tables)) != shape.names.sizes or not _same_objects(inner, modules[len(roots) :]):
+        raise LookupError
+    return modules, tables
+
+
 def _refuse_compiled(modules: list[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, jit.ScriptModule):
@@ -67,10 +84,31 @@ def find_watched(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None and type(tensor) not in _LAZY]
 
 
+class Shape:
+    """What a tree found that is the same in others of the same root. Holds no module, nor anything that leads to one.
+
+    Attributes:
+        inner: the modules below the root; weak.
+        names: which attributes are noted.
+    """
+
+    __slots__ = ("inner", "names")
+
+    def __init__(self, inner: list[nn.Module], names: Names) -> None:
+        self.inner, self.names = list(map(ref, inner)), names
+
+
+_known: WeakKeyDictionary[nn.Module, Shape] = WeakKeyDictionary()  # blocks are wrapped anew at each call
+
+
 class ModuleTree:
     """Modules and all they contain: noted once, so that the calls of a region need not search again.
 
     Does not hold the modules it was made of, nor their dictionaries, so that they may hold it: their callers give them.
+
+    Args:
+        roots: the outermost.
+        shape: what an earlier tree has found of the same root.
 
     Attributes:
         parameters: what their tables of parameters held, module by module.
@@ -92,9 +130,9 @@ class ModuleTree:
         *("parameters", "watched", "written"),
     )
 
-    def __init__(self, roots: list[nn.Module]) -> None:
+    def __init__(self, roots: list[nn.Module], shape: Shape | None = None) -> None:
         self._roots = list(map(ref, roots))
-        modules, attributes = _walk(roots)
+        modules, attributes = _walk(roots) if shape is None else _walk_again(roots, shape)
         self._inner, self._inner_tables = modules[len(roots) :], attributes[len(roots) :]
         parameters, buffers = list(map(_parameters, attributes)), list(map(_buffers, attributes))
         self.parameters: list[Tensor | None] = _values(parameters)
@@ -106,14 +144,30 @@ class ModuleTree:
         self.child_counts = list(map(len, children))
         tables = [*children, *parameters, *buffers]
         # Apart, because most are empty, and to see that they still are takes less than to read them.
-        self._empty = [table for table in tables if not table]
-        self._filled = [table for table in tables if table]
+        self._empty = list(filterfalse(None, tables))
+        self._filled = list(filter(None, tables))
         self._parts = _values(self._filled)
         self.watched = find_watched(self.parameters)
         self.written: dict[bool, list[Place]] = {}
-        self.attributes = ModuleAttributes(modules, attributes, self._inner_tables)
         self.hooks = ModuleHooks(attributes)
+        names = Names(modules, attributes) if shape is None else shape.names
+        self.attributes = ModuleAttributes(names, self._inner_tables, is_new=shape is None)
         self.methods = find_methods(set(map(type, modules)))
+
+    @classmethod
+    def of(cls, roots: list[nn.Module]) -> ModuleTree:
+        """A tree of these modules, from what an earlier one has found if that still holds."""
+        root = roots[0] if len(roots) == 1 else None
+        shape = None if root is None else _known.get(root)
+        if shape is not None:
+            try:
+                return cls(roots, shape)
+            except LookupError:
+                pass
+        tree = cls(roots)
+        if root is not None:
+            _known[root] = Shape(tree._inner, tree.attributes.names)
+        return tree
 
     def is_of(self, roots: list[nn.Module]) -> bool:
         """Whether these are the modules it was made of, and they hold the same parts, parameters and buffers."""
