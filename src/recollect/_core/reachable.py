@@ -7,31 +7,25 @@ calls of library code.
 
 from __future__ import annotations
 
-import dis
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from logging import Logger
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from recollect._core.authors import is_users_own
+from recollect._core.function_groups import FIXED, INERT, find_group, globals_of
+from recollect._core.function_groups import is_of_library as is_in_library
 from recollect._core.generators import generator_kinds
 
 _MOST_PARTS = 128
 _MOST_PARTS_OF_STEP = 4096
 _DEEPEST = 5  # functions that call each other, objects in each other
-_INERT = frozenset(
-    {type(None), type, ModuleType, BuiltinFunctionType, Logger, str, bytes, int, float, bool, torch.dtype}
-)
-_FIXED = frozenset({type, ModuleType, BuiltinFunctionType, Logger, torch.dtype})
-_CODE = _FIXED | {FunctionType}
-_NOT_SEARCHED = ("torch.", "recollect.")
+_CODE = FIXED | {FunctionType}
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
 _COLLECTIONS = (list, dict, set, deque)
@@ -61,7 +55,7 @@ def find_reachable(kind: type[T], step: Callable[..., Any], values: Iterable[Any
     pending = deque([(value, 0) for value in (*values, step)])
     while pending and len(seen) < _MOST_PARTS_OF_STEP:
         value, depth = pending.popleft()
-        if type(value) in _INERT or id(value) in seen:
+        if type(value) in INERT or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, kind):
@@ -90,7 +84,7 @@ def find_holders(step: Callable[..., Any], values: Iterable[Any], *, of_user: bo
     pending = deque([(value, 0) for value in (*values, step)])
     while pending and len(seen) < _MOST_PARTS_OF_STEP:
         value, depth = pending.popleft()
-        if type(value) in _INERT or id(value) in seen or isinstance(value, (Tensor, type)):
+        if type(value) in INERT or id(value) in seen or isinstance(value, (Tensor, type)):
             continue
         seen.add(id(value))
         if of_user and not _is_of_user(value):
@@ -199,7 +193,7 @@ def is_of_library(fn: Any) -> bool:
     while type(fn) is functools.partial:
         fn = fn.func
     names = getattr(getattr(fn, "__func__", fn), "__globals__", None)
-    return names is not None and (names.get("__name__") or "").startswith(_NOT_SEARCHED)
+    return names is not None and is_in_library(names)
 
 
 def _holds_nothing(fn: Any, found: list[Global], depth: int = 2) -> bool:
@@ -209,15 +203,15 @@ def _holds_nothing(fn: Any, found: list[Global], depth: int = 2) -> bool:
     """
     if type(fn) is not FunctionType or fn.__closure__ or fn.__dict__:
         return False
-    parts = list(map(fn.__globals__.get, _globals_of(fn.__code__)))
+    parts = list(map(fn.__globals__.get, globals_of(fn.__code__)))
     if fn.__defaults__:
         parts += fn.__defaults__
     if fn.__kwdefaults__:
         parts += fn.__kwdefaults__.values()
-    if _FIXED.issuperset(map(type, parts)):
+    if FIXED.issuperset(map(type, parts)):
         return True
-    if not _INERT.issuperset(map(type, parts)) and not (
-        depth > 0 and all(_holds_nothing(part, found, depth - 1) for part in parts if type(part) not in _INERT)
+    if not INERT.issuperset(map(type, parts)) and not (
+        depth > 0 and all(_holds_nothing(part, found, depth - 1) for part in parts if type(part) not in INERT)
     ):
         return False
     _add_globals(fn, found)
@@ -226,9 +220,13 @@ def _holds_nothing(fn: Any, found: list[Global], depth: int = 2) -> bool:
 
 def _add_globals(fn: FunctionType, found: list[Global]) -> None:
     """Name what a function of the user's own reads of its module, but for code, collections and objects."""
-    known = fn.__globals__
-    names = _globals_of(fn.__code__)
-    if names and is_users_own(known.get("__name__") or ""):
+    names = globals_of(fn.__code__)
+    if names:
+        _add_names(fn.__globals__, names, found)
+
+
+def _add_names(known: dict[str, Any], names: Iterable[str], found: list[Global]) -> None:
+    if is_users_own(known.get("__name__") or ""):
         found += [
             (known, name)
             for name in names
@@ -273,11 +271,11 @@ def _search(fn: Callable[..., Any], found: Found) -> None:
     while stack:
         value = stack.pop()
         is_function = type(value) is FunctionType
-        for part in _parts_of_function(value, found) if is_function else _parts_of(value):
+        for part in _parts_of_reached(value, found) if is_function else _parts_of(value):
             kind = type(part)
             if kind is BuiltinFunctionType:
                 part, kind = part.__self__, type(part.__self__)  # noqa: PLW2901 (of `losses.append`: the list)
-            if kind in _INERT:
+            if kind in INERT:
                 continue
             if kind is not FunctionType:
                 if isinstance(part, _FOUND):
@@ -291,6 +289,21 @@ def _search(fn: Callable[..., Any], found: Found) -> None:
                 stack.append(part)
                 if kind is not FunctionType and is_holder(kind):
                     holders.append(part)
+
+
+def _parts_of_reached(function: FunctionType, found: Found) -> list[Any]:
+    """What to look at next, of a function and of those that it reaches by global names."""
+    group = None if function.__closure__ or function.__dict__ else find_group(function)
+    if group is None:
+        return _parts_of_function(function, found)
+    functions, named = group
+    found.functions += functions
+    parts: list[Any] = []
+    for known, names in named:
+        if names:
+            _add_names(known, names, found.globals)
+            parts += map(known.__getitem__, names)
+    return parts
 
 
 def _parts_of(value: Any, kept: tuple[type, ...] = _KEPT_IN_OBJECTS) -> Iterable[Any]:
@@ -320,14 +333,14 @@ def _parts_of_function(function: FunctionType, found: Found | None = None) -> li
     """The same of a function; adds its variables, if asked to."""
     known, code = function.__globals__, function.__code__
     # By where it is written: a wrapper bears the module of what it wraps, which its attributes lead to.
-    if (known.get("__name__") or "").startswith(_NOT_SEARCHED):
+    if is_in_library(known):
         return list(function.__dict__.values()) if function.__dict__ else []
-    cells, names = _cells_of(function), _globals_of(code)
+    cells, names = _cells_of(function), globals_of(code)
     if found is not None:
         found.functions.append(function)
         found.cells += cells
         if names:
-            _add_globals(function, found.globals)
+            _add_names(known, names, found.globals)
     parts: list[Any] = []
     for cell in cells:
         try:  # not `suppress`: this runs at every call of a region
@@ -351,11 +364,3 @@ def _cells_of(function: FunctionType) -> tuple[CellType, ...]:
     if not cells or _OWN_CLASS not in names:
         return cells or ()
     return tuple(cell for name, cell in zip(names, cells, strict=True) if name != _OWN_CLASS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function's code reads, functions within it included."""
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return tuple(dict.fromkeys(chain(own, *map(_globals_of, inner))))
