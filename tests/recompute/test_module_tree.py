@@ -83,6 +83,36 @@ def test_a_block_that_is_wrapped_anew_may_change_between_calls(change: Callable[
         assert torch.equal(plain, ours) if isinstance(plain, Tensor) else plain == ours
 
 
+gain = 2.0
+
+
+def test_a_class_may_be_given_another_forward_between_calls() -> None:
+    global gain  # noqa: PLW0603
+
+    class Patched(Block):
+        pass
+
+    def amplified(self: Patched, x: Tensor) -> Tensor:
+        return torch.tanh(Block.forward(self, x)).exp() * gain
+
+    results = []
+    for wrap in (lambda fn: fn, recollect.checkpoint):
+        torch.manual_seed(0)
+        Patched.forward = Block.forward  # type: ignore[method-assign]
+        block, x, gain = Patched(), torch.ones(2, 4, requires_grad=True), 2.0
+        for step in range(3):
+            if step == 1:
+                Patched.forward = amplified  # type: ignore[assignment,method-assign]
+            loss = wrap(block)(x).sum()
+            gain += 1.0  # before backward
+            backward(loss)
+        results.append(x.grad)
+    plain, ours = results
+    assert plain is not None
+    assert ours is not None
+    assert torch.equal(plain, ours)
+
+
 def test_what_was_found_keeps_no_module_alive() -> None:
     class Child(nn.Module):
         def __init__(self, parent: nn.Module) -> None:

@@ -45,6 +45,13 @@ def globals_of(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chain(own, *map(globals_of, inner))))
 
 
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """All names in a function's code, of globals and of attributes, functions within it included."""
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*map(names_in, inner))
+
+
 class Group:
     """A function and those that it reaches by global names, through such functions alone. Holds none of them.
 

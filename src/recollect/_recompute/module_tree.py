@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, filterfalse
-from operator import call, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,6 +18,7 @@ from recollect._recompute.writes import Place
 
 _DEEPEST = 64  # levels of modules within modules before a cycle is suspected
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_forward = attrgetter("forward")
 _LAZY = frozenset({nn.UninitializedParameter, nn.UninitializedBuffer})
 
 _children, _parameters, _buffers = itemgetter("_modules"), itemgetter("_parameters"), itemgetter("_buffers")
@@ -92,10 +94,28 @@ class Shape:
         names: which attributes are noted.
     """
 
-    __slots__ = ("inner", "names")
+    __slots__ = ("_forwards", "_kinds", "_methods", "inner", "names")
 
-    def __init__(self, inner: list[nn.Module], names: Names) -> None:
+    def __init__(self, inner: list[nn.Module], kinds: list[type], names: Names, methods: list[FunctionType]) -> None:
         self.inner, self.names = list(map(ref, inner)), names
+        self._kinds, self._forwards = list(map(ref, kinds)), _forwards_of(kinds)
+        self._methods = list(map(ref, methods))
+
+    def find_methods(self) -> list[FunctionType]:
+        """Methods that read variables beyond attributes.
+
+        Raises:
+            LookupError: a class has another ``forward`` by now.
+        """
+        kinds: list[Any] = list(map(call, self._kinds))  # alive, as their modules are
+        methods: list[Any] = list(map(call, self._methods))
+        if None in methods or _forwards_of(kinds) != self._forwards:
+            raise LookupError
+        return methods
+
+
+def _forwards_of(kinds: list[type]) -> list[int]:
+    return list(map(id, map(_forward, kinds)))
 
 
 _known: WeakKeyDictionary[nn.Module, Shape] = WeakKeyDictionary()  # blocks are wrapped anew at each call
@@ -152,7 +172,7 @@ class ModuleTree:
         self.hooks = ModuleHooks(attributes)
         names = Names(modules, attributes) if shape is None else shape.names
         self.attributes = ModuleAttributes(names, self._inner_tables, is_new=shape is None)
-        self.methods = find_methods(set(map(type, modules)))
+        self.methods = find_methods(set(map(type, modules))) if shape is None else shape.find_methods()
 
     @classmethod
     def of(cls, roots: list[nn.Module]) -> ModuleTree:
@@ -166,7 +186,8 @@ class ModuleTree:
                 pass
         tree = cls(roots)
         if root is not None:
-            _known[root] = Shape(tree._inner, tree.attributes.names)
+            kinds = list(dict.fromkeys(map(type, (root, *tree._inner))))
+            _known[root] = Shape(tree._inner, kinds, tree.attributes.names, tree.methods)
         return tree
 
     def is_of(self, roots: list[nn.Module]) -> bool:
