@@ -24,6 +24,7 @@ from lengths import length_case
 from llama_like import Layers, one_by_one
 from peers import TORCH, Engine, engines, missing, plain
 from real_models import small_cases
+from shapes import shapes
 from torch import Tensor, nn
 from training import COMPUTE, LAUNCH, PLAIN, SMALL, Model, each_block, gradient_differences, live_bytes, measure
 
@@ -170,6 +171,13 @@ def nested_case(setting: Setting) -> Iterator[Case]:
     yield cost_case("nested", title, {engine: cost for (_, engine), cost in found.items()})
 
 
+def shapes_case(setting: Setting) -> Iterator[Case]:
+    for shape, function in shapes().items():
+        chosen = [engine for engine in engines(setting.device) if engine.preserves_rng]
+        found = costs({"": lambda _, function=function: function}, chosen, 16, setting)  # type: ignore[misc]
+        yield cost_case("shapes", f"{shape}: cost beyond the floor", {name: cost for (_, name), cost in found.items()})
+
+
 # Live bytes, on any device.
 
 
@@ -226,6 +234,7 @@ CHOICES = {
     "region": Choice(measure=region_case, devices=("cpu",), unasked=("cpu",)),
     "saved": Choice(measure=saved_case, devices=("cpu",), unasked=("cpu",)),
     "nested": Choice(measure=nested_case, devices=("cpu",), unasked=("cpu",)),
+    "shapes": Choice(measure=shapes_case, devices=("cpu",), unasked=("cpu",)),
     "memory": Choice(measure=memory_cases, unasked=("cpu",)),
     "real": Choice(measure=small_cases),
     "lengths": Choice(measure=length_case),
