@@ -163,12 +163,15 @@ def test_what_a_function_collects_is_collected_once(make: Callable[[], Any], ear
 
 @pytest.mark.parametrize("make", COLLECTIONS)
 @pytest.mark.parametrize("of_all", [False, True])
-def test_what_a_hook_collects_is_collected_once(make: Callable[[], Any], of_all: bool) -> None:
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_a_hook_collects_is_collected_once(make: Callable[[], Any], of_all: bool, stays: bool) -> None:
     away, put = make()
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     register: Any = nn.modules.module.register_module_forward_hook if of_all else block[1].register_forward_hook
     hook = register(lambda _module, _inputs, result: put(result))
     x = recollect.checkpoint(block)(torch.ones(3, 4))
+    if not stays:
+        hook.remove()
     before = list(away.values() if isinstance(away, dict) else away)
     backward(x.sum())
     hook.remove()

@@ -65,11 +65,13 @@ class ModuleHooks:
                 stack.callback(_set, group, tuple(map(dict, group)))
                 _set(group, (wanted, *ways[1:]))
 
-    def find(self) -> list[Callable[..., Any]]:
-        """All that there are now, but for torch's."""
-        if not any(self._tables):
+    def find(self, noted: Noted | None) -> list[Callable[..., Any]]:
+        """The noted ones, which may have gone since, and all that there are now, but for torch's."""
+        tables = [group[0] for group in noted.values()] if noted else []
+        if not tables and not any(self._tables):
             return []
-        return [hook for table in self._tables for hook in table.values() if not is_of_library(hook)]
+        tables += self._tables
+        return [hook for table in tables for hook in table.values() if not is_of_library(hook)]
 
 
 def _merge(then: HookTable, now: HookTable) -> HookTable:

@@ -301,7 +301,7 @@ class ModuleState:
 
     def find_hooked(self) -> list[Any]:
         """Those in which forward hooks on the modules, or on all modules, may collect something."""
-        return [holder for hook in self._tree.hooks.find() for holder in find_held(hook).holders]
+        return [holder for hook in self._tree.hooks.find(self._hooks) for holder in find_held(hook).holders]
 
     def is_stand_in(self, tensor: Tensor) -> bool:
         """Whether this stood for a parameter in the last recomputation."""
