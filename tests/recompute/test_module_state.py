@@ -4,12 +4,16 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 import recollect.compat
@@ -440,6 +444,123 @@ def test_what_a_module_carries_in_attributes_is_as_forward_found_it(policy: Any,
         found.append(grads)
     for plain, ours in zip(*found, strict=True):
         assert all(map(torch.equal, plain, ours))
+
+
+class State(NamedTuple):
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    hidden: Tensor | None
+
+
+class Turn(Enum):
+    FIRST, SECOND = 1.0, 2.0
+
+    def next(self) -> "Turn":
+        return Turn.SECOND if self is Turn.FIRST else Turn.FIRST
+
+
+class Stateful(nn.Module):
+    """Carries a state of some kind from call to call."""
+
+    def __init__(self, state: Any, move: Callable[[Any, Tensor], Any], scale: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.state, self.move, self.scale = nn.Linear(4, 4), state, move, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.layer(x) * self.scale(self.state))
+        self.state = self.move(self.state, y)
+        return y.exp()
+
+
+def _scale_of(state: Any) -> Any:
+    return 1.0 if state.hidden is None else state.hidden
+
+
+KINDS: dict[str, tuple[Any, Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
+    "named tuple": (State(None), lambda _, y: State(y), _scale_of),
+    "frozen data class": (Frozen(None), lambda _, y: Frozen(y.detach()), _scale_of),
+    "enumeration": (Turn.FIRST, lambda turn, _: turn.next(), lambda turn: turn.value),
+    "number of NumPy's": (np.float32(1), lambda number, _: number * np.float32(0.5), float),
+    "array": (np.ones(1, np.float32), lambda array, _: array * 0.5, torch.from_numpy),
+    "dtype": (torch.float32, lambda _, __: torch.float16, lambda dtype: torch.tensor(1.1, dtype=dtype).item()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", KEPT)
+def test_a_state_of_any_kind_is_as_forward_found_it(kind: str, policy: Any) -> None:
+    found = []
+    for applies in (False, True):
+        torch.manual_seed(0)
+        module, x = Stateful(*KINDS[kind]), torch.randn(2, 4)
+        run = recollect.checkpoint(module, policy=policy) if applies else module
+        for _ in range(2):
+            backward(run(run(x)).sum())
+            module.state = KINDS[kind][0]
+        found.append(gradients(module))
+    assert all(map(torch.equal, *found))
+
+
+class Incomparable:
+    """Like a table of data, says by an error of its own that it has no truth value."""
+
+    def __eq__(self, _: object) -> bool:
+        raise LookupError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("make", [Incomparable, lambda: [Incomparable()], lambda: (1, Incomparable())])
+@pytest.mark.parametrize("before", [None, 0, [1]])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_nothing_of_the_users_is_compared(make: Callable[[], Any], before: Any, is_late: bool) -> None:
+    class Layer(nn.Linear):
+        held: Any
+        shown: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not is_late and not recollect.is_recomputing():
+                self.held, self.shown = make(), make()
+            return torch.tanh(super().forward(x))
+
+    layer = Layer(4, 4)
+    layer.held = layer.shown = before
+    region = recollect.checkpoint(layer)
+    for _ in range(2):
+        y = region(torch.ones(1, 4))
+        if is_late:
+            layer.held, layer.shown = make(), make()
+        backward(y.sum())
+
+
+def test_a_tensor_that_takes_the_place_of_another_is_not_read() -> None:
+    """On a device, to read it would wait for all that was computed before."""
+
+    class Unread(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not torch.ops.aten.eq.Tensor
+            assert func is not torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    class Layer(nn.Linear):
+        auxiliary: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(super().forward(x))
+            self.auxiliary = y.mean()
+            return y.exp()
+
+    layer = Layer(4, 4)
+    layer.auxiliary = None
+    region = recollect.checkpoint(layer)
+    unread: Any = Unread  # typed nowhere
+    with unread():
+        for _ in range(3):
+            y = region(torch.ones(1, 4)).sum()
+            backward(y + layer.auxiliary)
 
 
 class Averaging(nn.Module):

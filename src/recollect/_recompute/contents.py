@@ -88,8 +88,9 @@ def copy_collections(value: Any, depth: int = 4) -> Any:
 
 def cut_off_all(value: Any) -> Any:
     """A tensor, or tensors in tuples and collections, without their history; containers are copied."""
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(cut_off_all, value))
+    if isinstance(value, tuple):
+        make = tuple if type(value) is tuple else getattr(value, "_make", None)  # a named one, or of its own kind
+        return value if make is None else make(map(cut_off_all, value))
     return copy_collections(cut_off(value))
 
 

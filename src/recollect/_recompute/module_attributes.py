@@ -2,19 +2,27 @@
 
 Noted are those of modules other than torch's own layers, of which only dropouts are likely to be changed, without the
 tables in which a module keeps its parts. A number is noted by value, a tensor or collection by identity: one replaces
-the other, as a table of positions does that is made anew for each length. Random generators are noted whatever their
+the other, as a table of positions does that is made anew for each length. So are values of other kinds that never
+change, such as members of enumerations, and NumPy's numbers and arrays. Random generators are noted whatever their
 names.
+
+Nothing here compares tensors, or what is in collections, by ``==``: that would wait for the device, or run code of the
+user's.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
+from enum import Enum
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import call, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from recollect._core.generators import generator_kinds
@@ -32,7 +40,9 @@ Place = tuple[int, str]
 TRAINING, FORWARD = "training", "forward"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _CALLABLES = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
-_COLLECTIONS = frozenset({list, tuple, dict, set})
+_COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
+_UNCHANGING = (complex, bytes, Enum, torch.dtype, torch.device)
+_SHORT = 16  # parts of a tuple or list that are compared, such as a shape
 _TABLES = frozenset(vars(nn.Module())) - {TRAINING}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -62,7 +72,28 @@ def _name_settings(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_noted(value: Any) -> bool:
-    return is_plain(value) or type(value) in _COLLECTIONS or isinstance(value, Tensor) or is_callable(value)
+    kind = type(value)
+    return (
+        is_plain(value)
+        or isinstance(value, (Tensor, *_COLLECTIONS, *_UNCHANGING))
+        or is_callable(value)
+        or kind.__module__ == "numpy"
+        or (is_dataclass(kind) and kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    )
+
+
+def is_equal(now: Any, noted: Any) -> bool:
+    """Whether these are one, or equal numbers, flags or texts, or short tuples or lists of such."""
+    if now is noted:
+        return True
+    kind = type(noted)
+    if type(now) is not kind:
+        return False
+    if kind in _PLAIN:
+        return bool(now == noted)
+    if kind not in {tuple, list, torch.Size} or not len(now) == len(noted) <= _SHORT:
+        return False
+    return all(one is other or (type(one) in _PLAIN and one == other) for one, other in zip(now, noted, strict=True))
 
 
 def _reader_of(names: tuple[str, ...]) -> Callable[[Table], Any]:
@@ -94,6 +125,8 @@ class Names:
 
     Attributes:
         by_module: the noted ones.
+        by_identity: where something else than a number, text or function stands, or nothing: the number of the module,
+            and the place in what its reader gives, None if it gives the value itself.
         readers: of each module, what reads them from its dictionary.
         sizes: how many attributes each has, of whatever kind.
         generators: those that are random generators.
@@ -102,12 +135,16 @@ class Names:
         unset: all that are None.
     """
 
-    __slots__ = (*("by_module", "generators", "may_be_holders", "may_be_tensors", "readers", "sizes", "unset"),)
+    __slots__ = (
+        *("by_identity", "by_module", "generators", "may_be_holders", "may_be_tensors", "readers", "sizes", "unset"),
+    )
 
     def __init__(self, modules: list[nn.Module], tables: list[Table]) -> None:
         self.by_module = list(map(_name_settings, modules))
         self.readers = list(map(_reader_of, self.by_module))
         self.sizes = list(map(len, tables))
+        self.by_identity: dict[tuple[int, int | None], None] = {}
+        self.add_others(tables)
         self.generators = _find_generators(tables)
         self.unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
         self.may_be_tensors: list[Place] = []
@@ -121,6 +158,14 @@ class Names:
                 self.may_be_tensors += [
                     (number, name) for name, value in own if value is None or isinstance(value, Tensor)
                 ]
+
+    def add_others(self, tables: list[Table]) -> None:
+        """Add to `by_identity` what stands there now."""
+        for number, (table, names) in enumerate(zip(tables, self.by_module, strict=True)):
+            for at, name in enumerate(names):
+                value = table.get(name)
+                if value is None or not (is_plain(value) or is_callable(value)):
+                    self.by_identity[number, at if len(names) > 1 else None] = None
 
 
 class ModuleAttributes:
@@ -151,10 +196,24 @@ class ModuleAttributes:
 
     def are(self, roots: list[nn.Module], noted: list[Settings]) -> bool:
         """Whether they are as `read` gave them."""
-        try:
-            return self.read(roots) == noted
-        except (RuntimeError, ValueError, TypeError):  # something that cannot be compared, such as another tensor
+        now = self.read(roots)
+        if now is None:
             return False
+        for number, at in self.names.by_identity:
+            one, other = now[number], noted[number]
+            if (one is not other) if at is None else (one[at] is not other[at]):
+                return all(map(is_equal, self._in_turn(now), self._in_turn(noted)))
+        try:
+            return bool(now == noted)
+        except Exception:  # something else stands where a number stood, and cannot be compared
+            return False
+
+    def _in_turn(self, settings: list[Settings]) -> Iterator[Any]:
+        """What `read` gave, one after the other."""
+        names = self.names.by_module
+        return chain.from_iterable(
+            values if len(names[number]) > 1 else (values,) for number, values in enumerate(settings)
+        )
 
     def replaced(self, settings: list[Settings], values: dict[Place, Any]) -> list[Settings]:
         """What `read` gave, with other values in some places."""
@@ -193,6 +252,7 @@ class ModuleAttributes:
         """
         self.is_new = False
         tables, known = self._tables(roots), self.names.generators
+        self.names.add_others(tables)
         found = [place for place in _find_generators(tables) if place not in known]
         if found:
             self.names.sizes = []

@@ -20,16 +20,20 @@ from torch import Tensor, nn
 from recollect._core.reads import carries
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.contents import cut_off_all
-from recollect._recompute.module_attributes import FORWARD, TRAINING, Place, Table, is_callable, is_flag, is_plain
+from recollect._recompute.module_attributes import (
+    FORWARD,
+    TRAINING,
+    Place,
+    Table,
+    is_callable,
+    is_equal,
+    is_flag,
+    is_plain,
+)
 from recollect._recompute.module_attributes import Settings as Values
 from recollect._recompute.module_tree import ModuleTree
 
 _ABSENT = object()
-
-
-def _is_same(now: Any, noted: Any) -> bool:
-    """Whether an attribute that was replaced has the same value. Only plain ones are compared, not tensors."""
-    return type(now) is type(noted) and is_plain(noted) and bool(now == noted)
 
 
 def _is_of_engine(table: Table, value: Any) -> bool:
@@ -68,7 +72,7 @@ class ModuleSettings:
             table = vars(module)
             for name, value in noted.items():
                 now = table.get(name, _ABSENT)
-                if now is not value and (number, name) not in own and not _is_same(now, value):
+                if now is not value and (number, name) not in own and not is_equal(now, value):
                     yield table, name, value
 
     def settle(self, *, has_state: Callable[[], bool], find_set_up: Callable[[], set[int]]) -> None:
