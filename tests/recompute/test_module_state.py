@@ -504,6 +504,52 @@ def test_a_state_of_any_kind_is_as_forward_found_it(kind: str, policy: Any) -> N
     assert all(map(torch.equal, *found))
 
 
+class Guarded(nn.Module):
+    """Sets attributes while it runs, and sets them back; recomputation ends in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.is_busy, self.depth = False, 0
+        self.current: Tensor | None = None
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.is_busy
+        self.is_busy, self.current = True, x
+        y = torch.tanh(self.step(x))
+        self.is_busy, self.current = False, None
+        return y
+
+    def step(self, x: Tensor) -> Tensor:
+        self.depth += 1
+        y = torch.tanh(self.layer(x) * self.depth)
+        y = self.step(y) if self.depth < 3 else y.exp()
+        self.shown = y
+        self.depth -= 1
+        return y
+
+
+@pytest.mark.parametrize("policy", KEPT)
+@pytest.mark.parametrize("holds_state", [False, True])
+def test_what_forward_sets_and_sets_back_is_as_before_where_recomputation_stops(policy: Any, holds_state: bool) -> None:
+    found = []
+    for applies in (False, True):
+        torch.manual_seed(0)
+        module = Guarded()
+        if holds_state:
+            module.layer = nn.Sequential(nn.BatchNorm1d(4), module.layer)  # type: ignore[assignment]
+        run = recollect.checkpoint(module, policy=policy) if applies else module
+        for _ in range(3):
+            y = run(torch.randn(2, 4))
+            shown = module.shown
+            backward(y.sum())
+            assert (module.is_busy, module.depth, module.current) == (False, 0, None)
+            assert module.shown is shown
+        found.append(gradients(module))
+    assert all(map(torch.equal, *found))
+
+
 class Incomparable:
     """Like a table of data, says by an error of its own that it has no truth value."""
 

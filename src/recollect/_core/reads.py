@@ -1,4 +1,4 @@
-"""What code reads of what it has put away: names that it reads before it sets them, and entries of dicts.
+"""What code reads of what it has put away: names that it reads before it sets them, and entries of dicts; what it sets.
 
 Told by the order in which code names them. Loops and branches are not followed, and the name of an attribute counts
 whichever object it is of.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from types import CellType, CodeType, FunctionType
@@ -73,6 +74,23 @@ def read_entries(functions: Iterable[FunctionType]) -> bool:
     return any(_reads_entries(function.__code__) for function in functions)
 
 
+def sets_twice(kind: type) -> frozenset[str]:
+    """Attributes that the methods of a class set in several places, but for its constructor: a flag, and back.
+
+    >>> class Guarded(nn.Module):
+    ...     def forward(self, x):
+    ...         self.is_busy = True
+    ...         self.result = x.exp()
+    ...         self.is_busy = False
+    ...         return self.result
+    >>> sets_twice(Guarded)
+    frozenset({'is_busy'})
+    """
+    methods = (method for method in functions_of([kind]) if method.__name__ != "__init__")
+    counts = Counter(chain.from_iterable(_stores(method.__code__) for method in methods))
+    return frozenset(name for name, count in counts.items() if count > 1)
+
+
 def functions_of(kinds: Iterable[type]) -> list[FunctionType]:
     """The methods of classes, and of those that they inherit from; not of torch's."""
     bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
@@ -92,6 +110,14 @@ def _first_uses(code: CodeType, loads: frozenset[str], sets: frozenset[str]) -> 
             for named, is_set in _first_uses(step.argval, loads, sets):
                 found.setdefault(named, is_set)
     return tuple(found.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def _stores(code: CodeType) -> tuple[str, ...]:
+    """Attributes that code sets, functions within it included; as often as it does so."""
+    steps = list(dis.get_instructions(code))
+    inner = (step.argval for step in steps if isinstance(step.argval, CodeType))
+    return (*(step.argval for step in steps if step.opname in _SETS), *chain.from_iterable(map(_stores, inner)))
 
 
 @functools.lru_cache(maxsize=4096)

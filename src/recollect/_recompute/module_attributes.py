@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from recollect._core.generators import generator_kinds
 from recollect._core.reachable import is_holder
+from recollect._core.reads import sets_twice
 
 Table = dict[str, Any]
 """A module's instance dictionary, or a table in it."""
@@ -125,6 +126,7 @@ class Names:
 
     Attributes:
         by_module: the noted ones.
+        back_and_forth: those that their modules set in several places, as one does with a flag while forward runs.
         by_identity: where something else than a number, text or function stands, or nothing: the number of the module,
             and the place in what its reader gives, None if it gives the value itself.
         readers: of each module, what reads them from its dictionary.
@@ -136,7 +138,8 @@ class Names:
     """
 
     __slots__ = (
-        *("by_identity", "by_module", "generators", "may_be_holders", "may_be_tensors", "readers", "sizes", "unset"),
+        *("back_and_forth", "by_identity", "by_module", "generators", "may_be_holders", "may_be_tensors", "readers"),
+        *("sizes", "unset"),
     )
 
     def __init__(self, modules: list[nn.Module], tables: list[Table]) -> None:
@@ -145,6 +148,12 @@ class Names:
         self.sizes = list(map(len, tables))
         self.by_identity: dict[tuple[int, int | None], None] = {}
         self.add_others(tables)
+        set_twice = {kind: sets_twice(kind) for kind in set(map(type, modules))}
+        self.back_and_forth = [
+            (number, name)
+            for number, (module, names) in enumerate(zip(modules, self.by_module, strict=True))
+            for name in set_twice[type(module)].intersection(names)
+        ]
         self.generators = _find_generators(tables)
         self.unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
         self.may_be_tensors: list[Place] = []
@@ -257,6 +266,13 @@ class ModuleAttributes:
         if found:
             self.names.sizes = []
         return [(tables[place[0]], place[1], place in self.names.unset) for place in found]
+
+    def find_back_and_forth(self, roots: list[nn.Module]) -> list[tuple[Table, str]]:
+        """Attributes that the modules may set and set back while forward runs."""
+        if not self.names.back_and_forth:
+            return []
+        tables = self._tables(roots)
+        return [(tables[number], name) for number, name in self.names.back_and_forth]
 
     def find_made(self, roots: list[nn.Module]) -> list[tuple[Table, str]]:
         """Attributes that were made since this was: what is added stands behind."""

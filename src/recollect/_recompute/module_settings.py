@@ -7,6 +7,9 @@ What others have set since forward goes back in any case. Of what forward sets i
 * tensors and collections go back if the module carries them from call to call, that is, if its code reads them before
   it sets them; others it only shows (its last result), and to hold what they replaced would take memory;
 * what it has made goes, if it is a number, flag, text or random generator.
+
+What forward sets and sets back while it runs (a flag, a depth) is afterwards as it was before recomputation, which may
+have been stopped in between.
 """
 
 from __future__ import annotations
@@ -121,8 +124,21 @@ class ModuleSettings:
         """Whether `put` has anything to do."""
         return bool(self._new or self._set_here) or not self._tree.attributes.are(self._roots, self._values)
 
+    def keep(self) -> ExitStack | None:
+        """Where `put` has nothing to do: gives what puts back those that recomputation may leave as it set them."""
+        found = self._tree.attributes.find_back_and_forth(self._roots) if self._restores else []
+        if not found:
+            return None
+        stack = ExitStack()
+        for table, name in found:
+            stack.callback(_put_back, table, name, table.get(name, _ABSENT))
+        return stack
+
     def put(self, stack: ExitStack) -> None:
         """Before recomputation: set them as forward found them; the stack puts back what stands there now."""
+        kept = self.keep()
+        if kept is not None:
+            stack.enter_context(kept)
         # First, so that it comes last: what recomputation sets there goes again.
         for table, name in (*self._set_here, *self._made):
             stack.callback(_put_back, table, name, table.get(name, _ABSENT))

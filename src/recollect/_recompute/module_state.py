@@ -353,7 +353,7 @@ class ModuleState:
         return bool(found) and any(address_of(tensor) in found for tensor in tensors)
 
     def restore(self, region: str) -> ExitStack | None:
-        """Before recomputation: set what forward found; gives what puts it back, None if all stands as it stood.
+        """Before recomputation: set what forward found; gives what puts it back, None if there is nothing to put back.
 
         Where something was changed in place since, recomputation runs under a watch that raises
         `ChangedInputError` when it reads it.
@@ -367,7 +367,7 @@ class ModuleState:
             and tree.has_same_parts()
             and (not self._restores or tree.hooks.are(self._hooks))
         ):
-            return None
+            return self._settings.keep()
         stack = ExitStack()
         try:
             for tensor in flipped:
