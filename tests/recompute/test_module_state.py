@@ -1007,3 +1007,49 @@ def test_what_a_first_forward_sets_up_is_not_set_up_again(way: str, policy: Any)
     assert all(
         len(one) == len(other) and all(map(torch.equal, one, other)) for one, other in zip(ours, plain, strict=True)
     )
+
+
+class Counting(nn.Linear):
+    """Carries a number, a tensor and a collection from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+        self.hidden: Tensor | None = None
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls / 2)
+        hidden = torch.ones(4) if self.hidden is None else self.hidden
+        y = torch.tanh(super().forward(x) * hidden * sum(self.seen))
+        self.hidden = torch.full((4,), 0.5 * self.calls)
+        return y
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "grad of grad": lambda f, x: torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).sum())(x).sum())(x),
+    "grad in vmap": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_a_module_carries_is_as_forward_found_it_under_transforms(name: str, calls: int) -> None:
+    def repeated(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return functools.reduce(lambda y, _: call(y), range(calls), x)
+
+    found, x = [], torch.randn(3, 4)
+    for applies in (False, True):
+        torch.manual_seed(0)
+        module = Counting()
+        call = recollect.checkpoint(module) if applies else module
+        result = TRANSFORMS[name](functools.partial(repeated, call), x)
+        found.append((result, module.calls, module.seen))
+    (plain, *counted), (ours, *counts) = found
+    torch.testing.assert_close(ours, plain)
+    assert counts == counted

@@ -52,7 +52,7 @@ class _Call:
                 raise TransformError(_explain(name, tensor))
         self.tensors = [self._leaves[i] for i in self._places] + [table[name] for table, name in self._tables]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        self._around = Surroundings(name, fn, self._arguments, options.preserve)
+        self._around = Surroundings(name, fn, self._arguments, options.preserve, restores=not options.counts_runs)
         self._arguments.leaves = []  # autograd holds the tensors
         self._checks = options.matcher.metadata
         self._metas: list[tuple[torch.Size, torch.dtype]] = []
@@ -64,11 +64,8 @@ class _Call:
         with self._around.forward(), _ForeignWatch(self._name, tensors):
             outputs = self._call(tensors)
         self._metas = [(output.shape, output.dtype) for output in outputs]
+        self._around.settle()  # here, because `jvp` runs the function again before the Function returns
         return outputs
-
-    def settle(self) -> None:
-        """Forward is done."""
-        self._around.settle()
 
     def again(self, transform: Callable[[Callable[..., tuple[Tensor, ...]]], Any]) -> Any:
         """Recompute: apply a transform to the function, under the state that was around it in forward."""
@@ -133,7 +130,6 @@ def run_functional(
     except BaseException:
         call.abandon()
         raise
-    call.settle()
     return call.rebuild(outputs)
 
 
