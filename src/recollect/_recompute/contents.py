@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recollect._core.torch_private.functorch import transforms_active
+
 COLLECTIONS = (dict, list, set, deque)
 """What user code may collect something in."""
 
@@ -65,9 +67,13 @@ def mapped(fn: Callable[[Any], Any], held: Contents) -> Contents:
 
 def cut_off(value: Any) -> Any:
     """A tensor without its history; anything else as it is."""
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
+    return alias_of(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same values without their history, with the same flag; under a transform, which allows no flags, without."""
+    alias = tensor.detach()
+    return alias.requires_grad_() if tensor.requires_grad and not transforms_active() else alias
 
 
 def copy_collections(value: Any, depth: int = 4) -> Any:

@@ -21,6 +21,7 @@ from recollect._core.argument_text import short_repr
 from recollect._core.registry import Registration, Registry
 from recollect._core.scope import current_run
 from recollect._core.torch_private.dispatch import without_dispatch_modes
+from recollect._core.torch_private.functorch import is_tracked
 
 States = list[tuple[nn.Module, str, Any]]
 """Modules, names of their attributes, and what those are or were."""
@@ -174,6 +175,8 @@ def has_moved(module: nn.Module, name: str, tensor: Tensor, version: int | None,
     if (is_buffer and module._buffers[name] is not tensor) or version_of(tensor) != version:  # noqa: SLF001
         return True
     if type(tensor) is not Tensor or tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    if is_tracked(tensor) or is_tracked(copied):  # `vmap` gives no one answer
         return False
     with torch.no_grad(), without_dispatch_modes():
         return not torch.equal(tensor, copied)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from recollect._core.errors import ChangedInputError
 from recollect._core.reachable import Global, read_cell
 from recollect._core.reads import read_variable
+from recollect._recompute.contents import alias_of
 
 _COUNTS = frozenset({int, bool, str, type(None)})
 
@@ -115,7 +116,7 @@ class _NotedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = ref(tensor), tensor._version  # noqa: SLF001
-        self._alias = tensor.detach().requires_grad_(tensor.requires_grad)
+        self._alias = alias_of(tensor)
 
     def is_of(self, value: Any) -> bool:
         return value is self._tensor()
