@@ -5,10 +5,9 @@ import enum
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from recollect._core.reachable import find_held, find_methods
+from recollect._core.reachable import find_held
 
 elsewhere = nn.Linear(2, 2)
 scale, Alias = 2.0, nn.Linear
@@ -67,40 +66,8 @@ def test_a_forward_leads_to_what_functions_that_it_names_lead_to() -> None:
     assert {id(one) for one in found.modules} == {id(module), id(elsewhere)}
 
 
-LEVELS = {"low": 0.5}
-steps: list[float] = []
-
-
 class Level(enum.Enum):
     LOW = "low"
-
-
-class WithMethods(nn.Module):
-    """Its forward calls some of its methods, and not others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x.to(torch.float32))
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return x * level_of(self, Level.LOW)
-
-    def named_by_a_function(self) -> float:
-        return LEVELS["low"]
-
-    def save(self) -> list[float]:
-        return steps
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        steps.append(1.0)
-        return super().to(*args, **kwargs)
-
-
-def level_of(module: WithMethods, level: Level) -> float:
-    return module.named_by_a_function() if level is Level.LOW else 1.0
-
-
-def test_of_a_class_only_the_methods_count_that_its_forward_may_call() -> None:
-    assert [method.__name__ for method in find_methods([WithMethods])] == ["named_by_a_function"]
 
 
 def test_classes_and_members_of_enumerations_hold_nothing() -> None:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from recollect._core.authors import is_users_own
-from recollect._core.function_groups import FIXED, INERT, find_group, globals_of, names_in
+from recollect._core.function_groups import FIXED, INERT, find_group, globals_of
 from recollect._core.function_groups import is_of_library as is_in_library
 from recollect._core.generators import generator_kinds
 
@@ -35,7 +34,6 @@ _CACHED = type(functools.lru_cache(len))
 _FOUND = (nn.Module, Tensor)
 _USUAL = frozenset(_COLLECTIONS)
 _OWN_CLASS = "__class__"  # the variable of a method that calls `super`
-_RUN = ("forward", "__call__")  # where the code of a module begins
 _LIKE_COLLECTIONS = (*_COLLECTIONS, SimpleNamespace)
 _NOT_OBJECTS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, enum.Enum)
 T = TypeVar("T")
@@ -180,6 +178,13 @@ def find_held(fn: Callable[..., Any], objects: Iterable[Any] = ()) -> Found:
     return found
 
 
+def find_all_held(function: FunctionType) -> Found:
+    """What a function holds or names; all functions that it reaches are among it, also those that hold nothing."""
+    found = Found()
+    _search(function, found)
+    return found
+
+
 def is_holder(kind: type) -> bool:
     """Whether user code may collect something in objects of this class: a collection, or a class of the user's own."""
     return (
@@ -236,63 +241,6 @@ def _add_names(known: dict[str, Any], names: Iterable[str], found: list[Global])
             and not issubclass(kind, type)
             and not is_holder(kind)
         ]
-
-
-def find_methods(kinds: Iterable[type]) -> list[FunctionType]:
-    """Methods of the user's own classes of modules that read variables of closures, or globals other than code.
-
-    Those that ``forward`` may call: by the names in its code, and in the code of what it calls. It does not call what
-    torch's modules have, too, such as ``to``: tensors have that.
-    """
-    bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
-    by_name: dict[str, list[type]] = {}
-    for base in bases:
-        if is_users_own(base.__module__):
-            for name, value in vars(base).items():
-                if type(value) is FunctionType and (name in _RUN or not hasattr(nn.Module, name)):
-                    by_name.setdefault(name, []).append(base)
-    found: list[FunctionType] = []
-    waiting = [name for name in _RUN if name in by_name]
-    seen = set(waiting)
-    while waiting:
-        name = waiting.pop()
-        for base in by_name[name]:
-            method = _look_into(base, name)
-            if method.reads:
-                found.append(vars(base)[name])
-            new = [other for other in method.names if other in by_name and other not in seen]
-            seen.update(new)
-            waiting += new
-    return found
-
-
-class _Method:
-    """What is known of a method.
-
-    Attributes:
-        function: the method; weak.
-        reads: whether it reads variables of closures, or globals other than code.
-        names: all that its code names, and that of the functions that it calls by global names.
-    """
-
-    __slots__ = ("function", "names", "reads")
-
-    def __init__(self, function: FunctionType) -> None:
-        held = Found()
-        _search(function, held)
-        self.function, self.reads = ref(function), bool(held.cells or held.globals or held.holders)
-        self.names = names_in(function.__code__).union(*(names_in(one.__code__) for one in held.functions))
-
-
-_methods: WeakKeyDictionary[type, dict[str, _Method]] = WeakKeyDictionary()
-
-
-def _look_into(base: type, name: str) -> _Method:
-    known, function = _methods.setdefault(base, {}), vars(base)[name]
-    method = known.get(name)
-    if method is None or method.function() is not function:
-        method = known[name] = _Method(function)
-    return method
 
 
 def _search(fn: Callable[..., Any], found: Found) -> None:

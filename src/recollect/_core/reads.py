@@ -1,7 +1,7 @@
 """What code reads of what it has put away: names that it reads before it sets them, and entries of dicts; what it sets.
 
-Told by the order in which code names them. Loops and branches are not followed, and the name of an attribute counts
-whichever object it is of.
+Told by the order in which code names them. Loops and branches are not followed: an assignment of an attribute counts
+if no branch leads around it. The name of an attribute counts whichever object it is of.
 """
 
 from __future__ import annotations
@@ -10,50 +10,70 @@ import dis
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
-_DEEPEST = 3  # methods that call each other
+from recollect._core.methods import code_of, find_run_code
+
 _SETS = frozenset({"STORE_ATTR", "DELETE_ATTR"})
-_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _SETS_VARIABLES = frozenset({"STORE_DEREF", "STORE_GLOBAL"})
 _LOADS_VARIABLES = frozenset({"LOAD_DEREF", "LOAD_GLOBAL"})
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _ENTRIES = frozenset({"get", "pop", "popitem", "setdefault", "values", "items"})
+_BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 
 
-def carries(kind: type[nn.Module], name: str) -> bool:
-    """Whether the forward of a class may read an attribute that an earlier call has set.
+def may_carry(
+    module: nn.Module, name: str, modules: Iterable[nn.Module], hooks: Iterable[Callable[..., Any]] = ()
+) -> bool:
+    """Whether a forward may read an attribute that an earlier call has set, rather than only show its last result.
+
+    So it is if some code that may run reads it before it sets it: of the module's class, of functions and hooks, or of
+    other modules that have no such attribute of their own.
+
+    Args:
+        module: whose attribute.
+        name: its name.
+        modules: all that run, this one among them.
+        hooks: those on them.
 
     >>> class Recurrent(nn.Module):
     ...     def forward(self, x):
     ...         self.state = x + self.state
     ...         self.result = self.state.exp()
     ...         return self.result
-    >>> carries(Recurrent, "state"), carries(Recurrent, "result")
+    >>> module = Recurrent()
+    >>> may_carry(module, "state", [module]), may_carry(module, "result", [module])
     (True, False)
     """
-    return _reads_first(kind, kind.forward, name, _DEEPEST)
-
-
-def _reads_first(kind: type, method: object, name: str, depth: int) -> bool:
-    function = inspect.unwrap(method) if type(method) is FunctionType else method
-    if type(function) is not FunctionType:
-        return False
-    for named, is_set in _first_uses(function.__code__, _LOADS, _SETS):
-        if named == name:
-            return not is_set
-        if not is_set and depth and _reads_first(kind, getattr(kind, named, None), name, depth - 1):
+    others = list(modules)
+    for owner, code in find_run_code(dict.fromkeys(map(type, others))):
+        if reads_first(code, name) and (
+            owner is None
+            or isinstance(module, owner)
+            or not any(isinstance(other, owner) and _has(other, name) for other in others)
+        ):
             return True
-    return False
+    return any(reads_first(code, name) for hook in hooks for code in code_of(hook))
 
 
-def read_attribute(functions: Iterable[FunctionType], name: str) -> bool:
-    """Whether one of these names an attribute before it sets it."""
-    return any((name, False) in _first_uses(function.__code__, _LOADS, _SETS) for function in functions)
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute, without making it."""
+    table = vars(module)
+    return any(name in held for held in (table, table["_modules"], table["_parameters"], table["_buffers"])) or hasattr(
+        type(module), name
+    )
+
+
+def reads_first(code: CodeType, name: str) -> bool:
+    """Whether code may read an attribute before it sets it; an assignment that may be skipped does not count."""
+    names, texts = _attributes_read(code)
+    return name in names or any(name.startswith(text) for text in texts)
 
 
 def read_variable(functions: Iterable[FunctionType], where: CellType | dict[str, Any], name: str | None) -> bool:
@@ -69,9 +89,9 @@ def read_variable(functions: Iterable[FunctionType], where: CellType | dict[str,
     return False
 
 
-def read_entries(functions: Iterable[FunctionType]) -> bool:
-    """Whether one of these may read entries of a dict."""
-    return any(_reads_entries(function.__code__) for function in functions)
+def read_entries(codes: Iterable[CodeType]) -> bool:
+    """Whether some of this code may read entries of a dict."""
+    return any(map(_reads_entries, codes))
 
 
 def sets_twice(kind: type) -> frozenset[str]:
@@ -97,6 +117,27 @@ def functions_of(kinds: Iterable[type]) -> list[FunctionType]:
     own = [vars(base).values() for base in bases if not base.__module__.startswith("torch.")]
     methods = [value for value in chain.from_iterable(own) if type(value) is FunctionType]
     return [method for method in map(inspect.unwrap, methods) if type(method) is FunctionType]
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes_read(code: CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Attributes that code may read before it sets them, and texts that the names of others begin with."""
+    steps = list(dis.get_instructions(code))
+    jumps = [(step.offset, step.argval) for step in steps if step.opcode in _JUMPS]
+    read, was_set = set[str](), set[str]()
+    texts: list[str] = []
+    for step in steps:
+        if step.opname in _LOADS and step.argval not in was_set:
+            read.add(step.argval)
+        elif step.opname in _SETS and not any(start < step.offset < end for start, end in jumps):
+            was_set.add(step.argval)
+        elif isinstance(step.argval, CodeType):
+            inner, inner_texts = _attributes_read(step.argval)
+            read |= inner - was_set
+            texts += inner_texts
+    if not _BY_TEXT.isdisjoint(code.co_names):
+        texts += [const for const in code.co_consts if isinstance(const, str) and const]
+    return frozenset(read), tuple(texts)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -40,7 +40,7 @@ from recollect._recompute.contents import (
 
 _MOST = 32  # collections that are looked into
 _FEW = 64  # parts of one whose own parts are looked at
-_DEEPEST = 2  # collections in each other
+_DEEPEST = 4  # collections in each other
 _LONG = 256  # of more parts only the number is noted: a list of losses grows as long as the training
 _COUNTS = frozenset({int, bool, str, type(None)})
 _PLAIN = _COUNTS | {float, Tensor, nn.Parameter}  # what a collection mostly holds

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recollect._core.reads import carries
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.contents import cut_off_all
 from recollect._recompute.module_attributes import (
@@ -114,11 +113,10 @@ class ModuleSettings:
         self._values = attributes.replaced(self._values, carried | dict.fromkeys(self._own, None))
 
     def _is_carried(self, place: Place, value: Any) -> bool:
-        number, name = place
-        module = self._tree.modules(self._roots)[number]
+        module = self._tree.modules(self._roots)[place[0]]
         if not self._restores or is_plain(value) or _is_of_engine(vars(module), value):
             return False
-        return carries(type(module), name)
+        return self._tree.carries(self._roots, place)
 
     def have_changed(self) -> bool:
         """Whether `put` has anything to do."""

@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
+from recollect._core.methods import find_run_code
 from recollect._core.reachable import find_held
-from recollect._core.reads import carries, functions_of
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import (
     ChangedWatch,
@@ -218,7 +218,7 @@ class ModuleState:
             writes = find_learned(module).get(name)
             if writes:
                 self._state.append((module, name, copy_value(tensor)))
-            elif writes is None and not carries(type(module), name):
+            elif writes is None and not self._tree.carries(self._roots, (number, name)):
                 learn(module, name, moved=False)  # its last result
             elif writes is None:
                 if self._trial is None:
@@ -311,9 +311,10 @@ class ModuleState:
         """Whether this is a parameter, buffer or closed-over tensor that recomputation reads as it is."""
         return any(tensor is noted for noted in self._watched) or any(tensor is loose.tensor() for loose in self._loose)
 
-    def find_functions(self) -> list[FunctionType]:
-        """The methods of the modules' classes."""
-        return functions_of(dict.fromkeys(map(type, self._tree.modules(self._roots))))
+    def find_code(self) -> list[CodeType]:
+        """The code that forward may run."""
+        kinds = dict.fromkeys(map(type, self._tree.modules(self._roots)))
+        return [code for _, code in find_run_code(kinds)]
 
     @property
     def methods(self) -> list[FunctionType]:

@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, jit, nn
 
-from recollect._core.reachable import find_methods
+from recollect._core.methods import find_methods
+from recollect._core.reads import may_carry
 from recollect._recompute.module_attributes import ModuleAttributes, Names, Table
 from recollect._recompute.module_hooks import ModuleHooks
 from recollect._recompute.writes import Place
@@ -214,6 +215,14 @@ class ModuleTree:
             for number, module in enumerate(modules)
             if own and any(id(part) in own for part in (module, *module.modules()))
         }
+
+    def carries(self, roots: list[nn.Module], place: tuple[int, str]) -> bool:
+        """Whether forward may read an attribute that an earlier call has set: of the module of this number."""
+        known, modules = self.attributes.names.carried, self.modules(roots)
+        if place not in known:
+            known[place] = may_carry(modules[place[0]], place[1], modules)
+        hooks = self.hooks.find(None)  # which come and go
+        return known[place] or bool(hooks and may_carry(modules[place[0]], place[1], (), hooks))
 
     def modules(self, roots: list[nn.Module]) -> list[nn.Module]:
         """All of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import chain, compress
+from itertools import compress
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 
 from recollect._core.pytree import Arguments
 from recollect._core.reachable import Found, find_held
-from recollect._core.reads import functions_of, read_attribute, read_entries
+from recollect._core.reads import functions_of, read_entries, reads_first
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
@@ -171,10 +171,13 @@ class Surroundings:
 
     def _may_read(self, part: Any, name: Any) -> bool:
         """Whether the code may read what a dict, or an object's attribute, held at entry; other collections it may."""
-        functions = self._functions if self.modules is None else self._functions + self.modules.find_functions()
+        codes = [function.__code__ for function in self._functions]
+        if self.modules is not None:
+            codes += self.modules.find_code()
         if isinstance(part, COLLECTIONS):
-            return not isinstance(part, dict) or read_entries(functions)
-        return read_attribute(chain(functions, functions_of([type(part)])), name)
+            return not isinstance(part, dict) or read_entries(codes)
+        codes += [method.__code__ for method in functions_of([type(part)])]
+        return any(reads_first(code, name) for code in codes)
 
     def abandon(self) -> None:
         """The function has raised: leave nothing behind."""
