@@ -1,6 +1,6 @@
 """What user code collects while a region runs: once, and none of it alive that recomputation made."""
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -315,6 +315,73 @@ def test_calls_are_counted_as_they_are_made() -> None:
 
     backward(recollect.checkpoint(fn)(torch.ones(3, requires_grad=True)).sum())
     assert (calls, names, by_name) == ([0, 1], ["fn", "fn"], {"calls": 2})
+
+
+class Strict(dict[int, Any]):
+    """Sets each key once, and lets nobody take one out."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        assert key not in self
+        super().__setitem__(key, value)
+
+    def clear(self) -> None:
+        raise LookupError
+
+    update = pop = popitem = __delitem__ = clear  # type: ignore[assignment]
+
+
+class Kept(OrderedDict[int, Any]):
+    """Keeps the last two."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        super().__setitem__(key, value)
+        while len(self) > 2:
+            super().popitem(last=False)
+
+    update = None  # type: ignore[assignment]
+
+
+class Growing(list[Any]):
+    """Lets nobody take anything out."""
+
+    def clear(self) -> None:
+        raise LookupError
+
+    extend = pop = clear  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("length", [0, 300])
+@pytest.mark.parametrize("kind", [Strict, Kept, Growing])
+def test_collections_of_the_users_own_classes_are_put_back_without_their_methods(kind: Any, length: int) -> None:
+    class Layer(nn.Linear):
+        kept: Any
+        count: int
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(super().forward(x) * (1 + len(self.kept)))
+            self.put(y.detach())
+            return y.exp()
+
+        def put(self, value: Any) -> None:
+            if kind is Growing:
+                self.kept.append(value)
+            else:
+                self.kept[self.count] = value
+            self.count += 1
+
+    found = []
+    for applies in (False, True):
+        torch.manual_seed(0)
+        layer = Layer(4, 4)
+        layer.kept, layer.count = kind(), 0
+        for _ in range(length):
+            layer.put(1.0)
+        call = recollect.checkpoint(layer) if applies else layer
+        for _ in range(4):
+            backward(call(torch.randn(2, 4)).sum())
+        values = list(layer.kept if kind is Growing else layer.kept.values())
+        found.append((layer.weight.grad, values))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_what_recomputation_alone_collects_stays() -> None:

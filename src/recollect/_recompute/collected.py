@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from recollect._core.reachable import is_holder
 from recollect._recompute.contents import (
     Contents,
+    add,
     contents_of,
     cut_off,
     is_data,
@@ -35,6 +36,7 @@ from recollect._recompute.contents import (
     mapped,
     put,
     table_of,
+    take,
     values_of,
 )
 
@@ -154,18 +156,19 @@ class _Entry:
             return _do_nothing
         length = len(table_of(part))
         now = contents_of(part) if length <= _LONG else None
-        hidden: list[Any] = []
+        hidden: Contents = []
         if self._noted is not None and not keeps_counts:
             put(part, self._noted)
         elif length > self._length:
-            hidden = _take(part, self._length)
+            hidden = take(table_of(part), length - self._length)
 
         def put_back() -> None:
             if owner is me:
                 del _busy[id(part)]
             if now is None:
-                _take(part, self._length)
-                _extend(part, hidden)
+                table = table_of(part)
+                take(table, len(table) - self._length)
+                add(table, hidden)
                 return
             made = contents_of(part)
             if not is_same(made, now) and not (keeps_counts and not any(map(is_data, _others(made, now)))):
@@ -229,15 +232,3 @@ def _last(part: Any, length: int) -> list[Any]:
         return []
     values = reversed(part.values() if isinstance(part, dict) else part)
     return [value for value, _ in zip(values, range(len(part) - length), strict=False)]
-
-
-def _take(part: Any, length: int) -> list[Any]:
-    """Take the last out until it is so long; gives these in their order."""
-    table = table_of(part)
-    take = table.popitem if isinstance(table, dict) else table.pop
-    return [take() for _ in range(len(table) - length)][::-1]
-
-
-def _extend(part: Any, values: list[Any]) -> None:
-    if values:
-        (part.extend if isinstance(part, (list, deque)) else part.update)(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -54,8 +54,32 @@ def is_same(one: Any, other: Any) -> bool:
 def put(part: Any, held: Contents) -> None:
     """Let a collection or an object hold these, and nothing else."""
     table = table_of(part)
-    table.clear()
-    (table.extend if isinstance(table, (list, deque)) else table.update)(held)
+    _builtin_of(table).clear(table)
+    add(table, held)
+
+
+def add(table: Any, held: Contents) -> None:
+    """Add these to a collection, in their order."""
+    kind = _builtin_of(table)
+    if isinstance(held, dict):
+        for key, value in held.items():
+            kind.__setitem__(table, key, value)
+    elif kind is set:
+        set.update(table, held)
+    else:
+        kind.extend(table, held)
+
+
+def take(table: Any, count: int) -> Contents:
+    """Take so many out of a collection, from its end; gives them in their order."""
+    kind = _builtin_of(table)
+    taken = [(kind.popitem if issubclass(kind, dict) else kind.pop)(table) for _ in range(count)][::-1]
+    return dict(taken) if issubclass(kind, dict) else taken
+
+
+def _builtin_of(table: Any) -> Any:
+    """Whose methods change a collection: not those of a class of the user's, which may do more, or refuse."""
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(table, kind))
 
 
 def mapped(fn: Callable[[Any], Any], held: Contents) -> Contents:
