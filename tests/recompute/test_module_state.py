@@ -485,6 +485,7 @@ KINDS: dict[str, tuple[Any, Callable[[Any, Tensor], Any], Callable[[Any], Any]]]
     "enumeration": (Turn.FIRST, lambda turn, _: turn.next(), lambda turn: turn.value),
     "number of NumPy's": (np.float32(1), lambda number, _: number * np.float32(0.5), float),
     "array": (np.ones(1, np.float32), lambda array, _: array * 0.5, torch.from_numpy),
+    "range": (range(1, 2), lambda at, _: range(at.stop, at.stop + 1), lambda at: float(at.start)),
     "dtype": (torch.float32, lambda _, __: torch.float16, lambda dtype: torch.tensor(1.1, dtype=dtype).item()),
 }
 
