@@ -1,6 +1,7 @@
 """What tests use to watch a step from outside: operators run again, calls made, what lives, what is in force now."""
 
 import weakref
+from collections import UserList
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -41,13 +42,13 @@ class Seen(Sequence[T]):
     """What forward and recomputation have shown, one after the other.
 
     A list would do if it did not hold tensors or fractions: those are collected once, and recomputation's taken out.
-    Without attributes, this is no place in which a region looks for collections.
+    A region does not look for collections in objects of Python's own classes, such as this one's list.
     """
 
     __slots__ = ("_shown",)
 
     def __init__(self) -> None:
-        self._shown: list[T] = []
+        self._shown: UserList[T] = UserList()
 
     def append(self, value: T) -> None:
         self._shown.append(value)

@@ -1,6 +1,7 @@
 """State that a module carries from call to call is as forward found it, wherever its code reads and sets it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -143,6 +144,22 @@ class ReadByAPreHook(WithoutForward):
         return out
 
 
+@dataclass(slots=True)
+class Slots:
+    value: Tensor = field(default_factory=lambda: torch.zeros(2, 4))
+
+
+class InSlots(Carrying):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x, self.slots.value)
+        self.slots.value = y.detach() * 2
+        return y.tanh()
+
+
 class DeepInCollections(Carrying):
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +174,7 @@ class DeepInCollections(Carrying):
 
 CLASSES: list[type[nn.Module]] = [Carrying, InItsBase, InABaseByName, InAFunction, ByText, InItsDict, ThroughAProperty]
 CLASSES += [UnderADecorator, AfterAnAssignmentThatIsSkipped, ReadByAPart, ReadByItsHook, ReadByAPreHook]
-CLASSES += [DeepInCollections]
+CLASSES += [InSlots, DeepInCollections]
 
 
 def wrap_once(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -30,6 +30,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT_IN_OBJECTS = (nn.Module, Tensor, *_CONTAINERS)
 _COLLECTIONS = (list, dict, set, deque)
 _ENDS = frozenset({type(None), type(object.__call__)})  # that lead nowhere: nothing, and slots of C code
+_NOT_ATTRIBUTES = frozenset({"__dict__", "__weakref__"})  # among the slots of a class
 _CACHED = type(functools.lru_cache(len))
 _FOUND = (nn.Module, Tensor)
 _USUAL = frozenset(_COLLECTIONS)
@@ -190,8 +191,19 @@ def is_holder(kind: type) -> bool:
     return (
         kind in _USUAL
         or issubclass(kind, _LIKE_COLLECTIONS)
-        or (kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_OBJECTS) and is_users_own(kind.__module__))
+        or (
+            is_users_own(kind.__module__)
+            and not issubclass(kind, _NOT_OBJECTS)
+            and (kind.__dictoffset__ != 0 or bool(slots_of(kind)))
+        )
     )
+
+
+def slots_of(kind: type) -> list[str]:
+    """The attributes for which objects of a class have a place of their own, rather than in a dictionary."""
+    named = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = chain.from_iterable((one,) if isinstance(one, str) else one for one in named)
+    return [name for name in names if name not in _NOT_ATTRIBUTES]
 
 
 def is_of_library(fn: Any) -> bool:

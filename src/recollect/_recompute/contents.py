@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from recollect._core.reachable import slots_of
 from recollect._core.torch_private.functorch import transforms_active
 
 COLLECTIONS = (dict, list, set, deque)
@@ -27,12 +28,18 @@ def contents_of(part: Any) -> Contents:
         return dict(part)
     if isinstance(part, (list, deque)):
         return list(part)
-    return set(part) if isinstance(part, set) else dict(vars(part))
+    return set(part) if isinstance(part, set) else dict(table_of(part))
 
 
 def table_of(part: Any) -> Any:
-    """The collection itself, or the attributes of an object."""
-    return part if isinstance(part, COLLECTIONS) else vars(part)
+    """The collection itself, or the attributes of an object: its dictionary, or a copy of what is in its slots."""
+    if isinstance(part, COLLECTIONS):
+        return part
+    table = getattr(part, "__dict__", None)
+    names = slots_of(type(part))
+    if not names:
+        return {} if table is None else table
+    return {name: getattr(part, name) for name in names if hasattr(part, name)} | (table or {})
 
 
 def values_of(held: Contents) -> list[Any]:
@@ -53,9 +60,25 @@ def is_same(one: Any, other: Any) -> bool:
 
 def put(part: Any, held: Contents) -> None:
     """Let a collection or an object hold these, and nothing else."""
+    names = () if isinstance(part, COLLECTIONS) else slots_of(type(part))
+    if names:
+        _put_in_slots(part, names, held)
+        return
     table = table_of(part)
     _builtin_of(table).clear(table)
     add(table, held)
+
+
+def _put_in_slots(part: Any, names: Iterable[str], held: Any) -> None:
+    for name in names:
+        if name in held:
+            object.__setattr__(part, name, held[name])
+        elif hasattr(part, name):
+            object.__delattr__(part, name)
+    table = getattr(part, "__dict__", None)
+    if table is not None:
+        table.clear()
+        table.update({name: value for name, value in held.items() if name not in names})
 
 
 def add(table: Any, held: Contents) -> None:
