@@ -53,6 +53,7 @@ from recollect._recompute.updates import (
     find_learned,
     has_moved,
     learn,
+    make_scratch,
     rules_of,
     version_of,
 )
@@ -147,8 +148,9 @@ class ModuleState:
         self._flags = flags_of(tree.watched)
         if tree.buffers or declared.items:
             exempt: set[int] = set()
-            for module in tree.modules(roots):
-                self._note_state(module, exempt, exact=exact)
+            for module, count in zip(tree.modules(roots), tree.buffer_counts, strict=True):
+                if count or declared.items:
+                    self._note_state(module, exempt, exact=exact)
             self._watched = tree.watched + [t for t in find_watched(tree.buffers) if id(t) not in exempt]
         if tree.attributes.names.may_be_tensors:
             self._note_tensors()
@@ -399,13 +401,14 @@ class ModuleState:
 
     def _put(self, stack: ExitStack) -> None:
         stand_ins = {} if self._written is None else self._written.make_stand_ins()
-        for kind in (0, 1, 2):
+        for kind in (0, 1, 2) if stand_ins or not self._tree.has_same_parts() else ():
             for module, table, name, noted in self._pairs(kind):
                 now, tensor = table[name], stand_ins.get(id(noted), noted)
+                if now is tensor:
+                    continue
                 # A sharding engine swaps a parameter for its shard and back around its units: its business. FSDP
                 # marks its modules; others are known by this, that their two lie differently over processes.
-                is_swapped = (kind == 0 and is_managed(vars(module))) or _layout(now) != _layout(tensor)
-                if now is not tensor and not is_swapped:
+                if not ((kind == 0 and is_managed(vars(module))) or _layout(now) != _layout(tensor)):
                     table[name] = tensor
                     stack.callback(_put_back, table, name, tensor, now)
         self._settings.put(stack)
@@ -415,7 +418,7 @@ class ModuleState:
         on_trial = [] if self._trial is None else self._trial.states()
         for module, name, value in (*self._state, *on_trial):
             now = _get(module, name)
-            _set(module, name, copy_value(now if value is _MISSING else value))
+            _set(module, name, make_scratch(module, name, now) if value is _MISSING else copy_value(value))
             stack.callback(_set, module, name, now)
 
     def _name_changed(self, changed: list[Tensor]) -> list[tuple[Tensor, str]]:

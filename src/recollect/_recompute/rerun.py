@@ -185,7 +185,7 @@ class Collector:
             return False
         if metas != frame.metas and frame.options.matcher.metadata:
             triples = zip(frame.metas, metas, made, strict=True)
-            if any(differs(noted, meta, tensor, frame) for noted, meta, tensor in triples):
+            if any(noted != meta and differs(noted, meta, tensor, frame) for noted, meta, tensor in triples):
                 return False
         inputs = frame.inputs
         if inputs is not None and inputs.aliases is not None and not frame.encloses and not dispatch_mode_depth():

@@ -83,12 +83,28 @@ def register_state(module_class: type[nn.Module], *names: str) -> Registration:
     return declared.add((module_class, frozenset(names)))
 
 
+_written_by: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()  # what classes only write, as listed
+_NONE: frozenset[str] = frozenset()
+
+
 def rules_of(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     """Names a class updates after reading them, and names it only writes."""
-    none: frozenset[str] = frozenset()
-    updated = none.union(*(names for owner, names in declared.items if issubclass(kind, owner)))
-    written = none.union(*(_WRITE_ONLY.get(base, none) for base in kind.__mro__))
+    written = _written_by.get(kind)
+    if written is None:
+        written = _written_by[kind] = _NONE.union(*(_WRITE_ONLY.get(base, _NONE) for base in kind.__mro__))
+    if not declared.items:
+        return _NONE, written
+    updated = _NONE.union(*(names for owner, names in declared.items if issubclass(kind, owner)))
     return updated, written - updated
+
+
+def make_scratch(module: nn.Module, name: str, now: Any) -> Any:
+    """What recomputation writes in place of a value that it does not read: uninitialized for layers that are listed."""
+    is_counted = name == "num_batches_tracked" and getattr(module, "momentum", None) is None
+    if type(module) not in _WRITE_ONLY or type(now) is not Tensor or is_counted:
+        return copy_value(now)
+    with torch.no_grad(), without_dispatch_modes():
+        return torch.empty_like(now)
 
 
 def find_learned(module: nn.Module) -> Mapping[str, bool]:
