@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree
 
 from recollect._core import pytree
@@ -82,6 +83,18 @@ def test_leaves_are_named_as_their_caller_wrote_them(
     args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str
 ) -> None:
     assert Arguments(args, kwargs).describe(index) == name
+
+
+def test_containers_that_check_what_they_are_made_of_are_named_too() -> None:
+    class Picky:
+        def __init__(self, one: Any, other: Any) -> None:
+            assert isinstance(one, str)
+            self.values = [one, other]
+
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
+    assert Arguments(([packed],), {}).describe(1) == "argument 0[0].batch_sizes"
+    _pytree.register_pytree_node(Picky, lambda one: (one.values, None), lambda values, _: Picky(*values))
+    assert Arguments((1, Picky("a", 2)), {}).describe(2) == "argument 1[1]"
 
 
 def test_a_call_without_registered_classes_never_reaches_the_pytree_library(monkeypatch: pytest.MonkeyPatch) -> None:

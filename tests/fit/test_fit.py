@@ -256,3 +256,19 @@ def test_a_budget_that_leaves_no_margin_is_met_if_the_step_meets_it() -> None:
         assert fitted.plan.forecast is not None
         assert fitted.plan.forecast.measured_peak_bytes is not None
         assert fitted.plan.forecast.measured_peak_bytes <= smallest + 64
+
+
+def test_modules_that_are_called_with_packed_sequences_become_regions() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.GRU(16, 16, batch_first=True) for _ in range(4))
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            for layer in self.layers:
+                packed, _ = layer(packed)
+            return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+    with recollect.fit(Tagger(), (torch.ones(8, 32, 16), torch.arange(32, 24, -1)), budget="min") as fitted:
+        assert fitted.plan.regions

@@ -6,7 +6,8 @@ Run on: torch 2.11, 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,6 +44,26 @@ def tree_leaves(value: Any) -> list[Any]:
 
 def leaf_paths(spec: Spec) -> list[tuple[int, str]]:
     """For each leaf: the index of the argument it sits in, and its place within it, as written in Python."""
-    marked = _pytree.tree_unflatten(range(spec.num_leaves), spec)
-    paths, _ = _pytree.tree_flatten_with_path(marked)
-    return [(cast("_pytree.SequenceKey[Any]", path[0]).idx, _pytree.keystr(path[1:])) for path, _ in paths]
+    return [(at, place) for at, argument in enumerate(spec.children()) for place in _places(argument)]
+
+
+def _places(spec: Spec) -> Iterator[str]:
+    if spec.is_leaf():
+        yield ""
+        return
+    for key, child in zip(_keys(spec), spec.children(), strict=True):
+        for rest in _places(child):
+            yield key + rest
+
+
+def _keys(spec: Spec) -> list[str]:
+    """What each child of a container is reached by; its index where the class tells only of a container with values."""
+    if spec.type is namedtuple:  # a subclass may check what it is made of, as PackedSequence does
+        return [f".{field}" for field in spec.context._fields]
+    node, count = _NODES[spec.type], spec.num_children
+    try:
+        marked = node.unflatten_fn(list(range(count)), spec.context)
+        keyed, _ = cast("Callable[[Any], Any]", node.flatten_with_keys_fn)(marked)
+        return [_pytree.keystr((key,)) for key, _ in keyed]
+    except Exception:  # the user's class may refuse these; names are only for people
+        return [f"[{index}]" for index in range(count)]
