@@ -272,3 +272,21 @@ def test_modules_that_are_called_with_packed_sequences_become_regions() -> None:
 
     with recollect.fit(Tagger(), (torch.ones(8, 32, 16), torch.arange(32, 24, -1)), budget="min") as fitted:
         assert fitted.plan.regions
+
+
+def test_the_state_that_a_recurrent_model_hands_on_is_none_as_before() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 16)
+            self.state: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden, state = self.cell(x, self.state)
+            self.state = state.detach()
+            result: Tensor = self.out(hidden)
+            return result
+
+    model = Recurrent()
+    recollect.fit(model, torch.ones(8, 32, 16), budget="min").remove()
+    assert model.state is None

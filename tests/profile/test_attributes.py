@@ -44,6 +44,15 @@ def test_small_tensors_go_back_unless_the_step_made_the_first() -> None:
     assert left["table"] is not None
 
 
+def test_what_takes_the_place_of_none_goes_if_each_step_makes_another_or_if_it_has_a_graph() -> None:
+    table = torch.ones(2)
+    runs = [{"table": table, "state": torch.ones(2), "pair": (torch.ones(2), None)} for _ in range(2)]
+    left = find_left(Part(table=None, state=None, pair=None), *runs)
+    assert left == {"table": table, "state": None, "pair": None}
+    hidden = torch.ones(2, requires_grad=True) * 2
+    assert find_left(Part(state=None), {"state": (hidden, hidden.detach())}) == {"state": None}
+
+
 def test_collections_hold_what_they_held_and_dicts_what_they_have_got() -> None:
     model = Part(log=[1.0], seen={1}, recent=deque([1], maxlen=2), flags={"is_on": False}, gone=[3])
     attributes, held = Attributes(), vars(model)

@@ -3,7 +3,9 @@
 What a first forward sets up stays: hooks and parts, and with them the flags of that module and of those above it, by
 one of which it knows. But a module that has written into its own parameters or buffers, as one does that initialises
 itself from its first batch, gets those back, and so its flags: it initialises itself again. Attributes and entries of
-dicts that were not there before stay, as do other objects. Modules of torch's own count what nobody can put back.
+dicts that were not there before stay, as do other objects, and what takes the place of a None: a table that is built
+when it is first asked for. But a value of this step alone goes: one with a graph, or another one in each step, as the
+state that a recurrent model hands on. Modules of torch's own count what nobody can put back.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class Attributes:
         for own in self._known.values():
             for name in own.list_changed():
                 own.put_back(name)
+            own.note_made()
 
 
 class _Own:
@@ -81,13 +84,14 @@ class _Own:
         values: what can be put back.
     """
 
-    __slots__ = ("_contents", "_large", "_set_up", "part", "values")
+    __slots__ = ("_contents", "_large", "_made", "_set_up", "part", "values")
 
     def __init__(self, part: nn.Module, *, is_looked_into: bool) -> None:
         self.part = part
         self.values: dict[str, Any] = {}
         self._contents: dict[str, Any] = {}
         self._large: list[tuple[str, list[ref[Tensor]]]] = []
+        self._made: dict[str, list[ref[Tensor]]] = {}
         self._set_up = _read_set_up(part)
         for name, value in vars(part).items() if is_looked_into else ():
             if name in _OF_TORCH:
@@ -95,7 +99,7 @@ class _Own:
             members = _members_of(value)
             if members is None or not all(isinstance(one, _KEPT) for one in members):
                 continue
-            tensors = [one for one in members if isinstance(one, Tensor)]
+            tensors = _tensors_of(value)
             if not all(map(_is_light, tensors)):  # held, they would count in the step that lets go of them
                 self._large.append((name, [ref(tensor) for tensor in tensors]))
                 continue
@@ -112,13 +116,7 @@ class _Own:
     def has_other_large(self) -> bool:
         """Whether it has other tensors now than some that were not held; numbers beside them may tell of them."""
         now = vars(self.part)
-        for name, before in self._large:
-            tensors = [one for one in _members_of(now.get(name)) or () if isinstance(one, Tensor)]
-            if len(tensors) != len(before) or any(
-                one() is not tensor for one, tensor in zip(before, tensors, strict=True)
-            ):
-                return True
-        return False
+        return any(not _are_same(before, _tensors_of(now.get(name))) for name, before in self._large)
 
     def list_changed(self) -> list[str]:
         """Which attributes are others than before, and of a kind that can be put back."""
@@ -128,11 +126,27 @@ class _Own:
             for name, before in self.values.items()
             if name in now
             and (
-                _is_exchange(before, now[name])
+                self._is_exchange(name, now[name])
                 if now[name] is not before
                 else name in self._contents and not _has_all_of(before, self._contents[name])
             )
         ]
+
+    def _is_exchange(self, name: str, now: Any) -> bool:
+        """Whether this changed something, and did not make it: a table that is built when first asked for stays."""
+        if self.values[name] is not None:
+            return isinstance(now, (tuple, *CONTAINERS, *_KEPT))
+        tensors = _tensors_of(now)
+        is_of_step = any(tensor.grad_fn is not None for tensor in tensors)
+        is_made_anew = name in self._made and not _are_same(self._made[name], tensors)
+        return isinstance(now, _PLAIN) or is_of_step or is_made_anew
+
+    def note_made(self) -> None:
+        """A run is over: what it has left in the place of a None is known again if the next exchanges it."""
+        now = vars(self.part)
+        for name, before in self.values.items():
+            if before is None and name not in self._made and (tensors := _tensors_of(now.get(name))):
+                self._made[name] = [ref(tensor) for tensor in tensors]
 
     def leave(self, names: Iterable[str]) -> None:
         """Let some be from now on what they are."""
@@ -164,9 +178,12 @@ def _has_all_of(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _is_exchange(before: Any, now: Any) -> bool:
-    """Whether this changed something, and did not make it: a table that is built when it is first asked for stays."""
-    return isinstance(now, _PLAIN) if before is None else isinstance(now, (tuple, *CONTAINERS, *_KEPT))
+def _tensors_of(value: Any) -> list[Tensor]:
+    return [one for one in _members_of(value) or () if isinstance(one, Tensor)]
+
+
+def _are_same(before: list[ref[Tensor]], now: list[Tensor]) -> bool:
+    return len(now) == len(before) and all(one() is tensor for one, tensor in zip(before, now, strict=True))
 
 
 def _is_number(value: Any) -> bool:
