@@ -1,5 +1,10 @@
 """Budgets are read as people write them, and refused in words where they cannot be."""
 
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 
 from recollect._plan.budget import parse_budget
@@ -17,6 +22,13 @@ def test_a_budget_is_bytes_text_with_a_unit_or_a_share_of_the_device(budget: int
             parse_budget(budget, device_bytes=80 * GIB)
     else:
         assert parse_budget(budget, device_bytes=80 * GIB).bytes == count
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32])
+def test_a_whole_number_of_numpy_is_bytes(kind: type[np.integer[Any]]) -> None:
+    count = parse_budget(kind(3_000_000)).bytes  # type: ignore[arg-type]
+    assert count == 3_000_000
+    assert type(count) is int
 
 
 @pytest.mark.parametrize("word", ["min", "fastest", " Min "])
@@ -46,9 +58,11 @@ def test_more_than_the_device_is_refused() -> None:
         (-1, "it cannot be negative"),
         (0.9, "for a share, write '90%'"),
         (40e9, "write 40000000000"),
+        (Fraction(40_000_000_000), "write 40000000000"),
+        (Decimal("0.5"), "for a share, write '50%'"),
     ],
 )
-def test_numbers_that_cannot_be_meant_are_refused_with_what_to_write(budget: float | str, hint: str) -> None:
+def test_numbers_that_cannot_be_meant_are_refused_with_what_to_write(budget: object, hint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"'min' or 'fastest'; {hint}"):
         parse_budget(budget)  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Integral
 
 from recollect._core.patterns import did_you_mean, nearest
 
@@ -64,13 +65,13 @@ def parse_bytes(size: int | str, option: str = "") -> int:
             raise ValueError(message)
         rounded: int = round(Fraction(found[1]) * unit)
         return rounded
-    if isinstance(size, bool) or not isinstance(size, int):
+    if isinstance(size, bool) or not isinstance(size, Integral):  # numpy's whole numbers are Integral, too
         message = f"{given}: {expected}"
         raise TypeError(message)
     if size < 0:
         message = f"{given}: a number of bytes cannot be negative"
         raise ValueError(message)
-    return size
+    return int(size)
 
 
 def hint_unit(text: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
+from numbers import Real
 
 from recollect._core.patterns import hint_nearest
 from recollect._core.spelling import choose_words
@@ -119,8 +121,9 @@ def _hint_float(budget: object) -> str:
     >>> _hint_float(0.9), _hint_float(40e9), _hint_float(1.5), _hint_float(None)
     ("; for a share, write '90%'", '; write 40000000000', '', '')
     """
-    if not isinstance(budget, float):
+    if isinstance(budget, bool) or not isinstance(budget, (Real, Decimal)):
         return ""
-    if 0 < budget <= 1:
-        return f"; for a share, write '{100 * budget:g}%'"
-    return f"; write {budget:.0f}" if budget > 1 and budget.is_integer() else ""
+    number = float(budget)
+    if 0 < number <= 1:
+        return f"; for a share, write '{100 * number:g}%'"
+    return f"; write {number:.0f}" if number > 1 and number.is_integer() else ""
