@@ -127,6 +127,12 @@ def test_a_step_without_a_loss_is_refused_with_what_to_return(given: dict[str, A
         recollect.fit(Counted(), X, budget="1GiB", **given)
 
 
+def test_a_step_of_a_frozen_model_is_refused_with_what_to_unfreeze() -> None:
+    model = Counted().requires_grad_(requires_grad=False)
+    with pytest.raises(ValueError, match="no loss to run it on, because all parameters of Counted are frozen"):
+        recollect.fit(model, X, step=lambda x: model(x).sum(), budget="1GiB")
+
+
 def test_a_model_that_fails_on_a_batch_of_another_class_says_how_it_was_called() -> None:
     with pytest.raises(TypeError) as caught:
         recollect.fit(Counted(), X.numpy(), budget="1GiB")

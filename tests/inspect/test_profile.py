@@ -390,8 +390,20 @@ def test_a_model_without_a_loss_is_refused_in_words() -> None:
         recollect.profile(nn.Linear(2, 2).requires_grad_(requires_grad=False), torch.ones(1, 2))
     with pytest.raises(ValueError, match=start.format("ReLU") + ", because ReLU has no parameters"):
         recollect.profile(nn.ReLU(), torch.ones(1, 2))
+    frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    with pytest.raises(ValueError, match="which has no graph behind it, because all parameters of Linear are frozen"):
+        recollect.profile(frozen, torch.ones(1, 2), loss=torch.sum)
     with pytest.raises(ValueError, match="loss= returned a float, which has no graph behind it"):
         recollect.profile(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda _: 1.0)  # type: ignore[arg-type, return-value]
+
+
+def test_what_holds_optimizers_is_refused_with_what_to_pass() -> None:
+    model, x = nn.Linear(1, 1), torch.ones(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match="several optimizers step in a function of yours: pass one that runs the whole"):
+        recollect.profile(model, x, optimizer=[optimizer, optimizer])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="an instance or a class; pass its optimizer, SGD"):
+        recollect.profile(model, x, optimizer=torch.optim.lr_scheduler.StepLR(optimizer, 1))  # type: ignore[arg-type]
 
 
 def loop_of_steps() -> Iterator[None]:

@@ -20,7 +20,7 @@ from recollect._fit.clearing import Clearing
 from recollect._fit.compiled import as_written, hides_memory
 from recollect._fit.gradients import GradientNorms
 from recollect._fit.shapes import SeenShapes
-from recollect._inspect.calling import is_lightning
+from recollect._inspect.calling import explain_untrained, is_lightning
 from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.profile import measure_step, profile_step
 from recollect._inspect.surroundings import device_of
@@ -102,9 +102,11 @@ class Runner:
             seen = self._profile(self._optimizer, dry=dry)
         self._stepping = _read_stepping(seen)
         if seen.forward_count == len(seen.calls) and self._call.function is not self._model:
-            message = (
-                f"step={name_of(self._call.function)} ran no backward and returned no loss to run it on: call "
-                "loss.backward() in it, or return the loss, neither detached nor as a number"
+            untrained = explain_untrained(self._model)
+            message = f"step={name_of(self._call.function)} ran no backward and returned no loss to run it on" + (
+                f", {untrained}"
+                if untrained
+                else ": call loss.backward() in it, or return the loss, neither detached nor as a number"
             )
             raise ValueError(message)
         if not called.shapes and not any(call.module for call in seen.calls[: seen.forward_count]):

@@ -222,19 +222,30 @@ def loss_in(output: Any, *, is_trained: bool = True) -> Tensor | None:
 
 def _explain_no_loss(model: nn.Module, output: Any, value: Any, *, is_given: bool) -> str:
     what = type(model).__name__
+    untrained = explain_untrained(model)
     if not is_given:
-        parameters = list(model.parameters())
         start = f"cannot make a loss from what {what} returns ({type(output).__name__}): no tensor in it requires grad"
-        if not parameters:
-            return f"{start}, because {what} has no parameters. Pass the model that is trained"
-        if not any(parameter.requires_grad for parameter in parameters):
-            return (
-                f"{start}, because all parameters of {what} are frozen. Unfreeze what you want to train: "
-                "parameter.requires_grad_(True)"
-            )
-        return f"{start}. Pass `loss=`, a function from the output to the loss"
+        return (
+            f"{start}, {untrained}" if untrained else f"{start}. Pass `loss=`, a function from the output to the loss"
+        )
     given = "None" if value is None else with_article(type(value).__name__)
+    start = f"loss= returned {given}, which has no graph behind it"
+    if untrained and isinstance(value, Tensor):
+        return f"{start}, {untrained}"
+    return f"{start}: expected a tensor that requires grad. Return the loss itself, neither detached nor as a number"
+
+
+def explain_untrained(model: nn.Module) -> str:
+    """Why no loss of this model has a graph, whatever it is, and what to do; nothing if it trains something.
+
+    >>> explain_untrained(nn.ReLU()), explain_untrained(nn.Linear(1, 1))
+    ('because ReLU has no parameters. Pass the model that is trained', '')
+    """
+    what, parameters = type(model).__name__, list(model.parameters())
+    if not parameters:
+        return f"because {what} has no parameters. Pass the model that is trained"
+    if any(parameter.requires_grad for parameter in parameters):
+        return ""
     return (
-        f"loss= returned {given}, which has no graph behind it: expected a tensor that requires grad. Return the loss "
-        "itself, neither detached nor as a number"
+        f"because all parameters of {what} are frozen. Unfreeze what you want to train: parameter.requires_grad_(True)"
     )

@@ -335,11 +335,25 @@ def _check(step_or_model: object, inputs: tuple[object, ...], loss: object, opti
         raise ValueError(message)
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_class and not isinstance(optimizer, torch.optim.Optimizer):
-        message = f"optimizer={short_repr(optimizer)}: expected an optimizer of torch.optim, an instance or a class"
+        message = (
+            f"optimizer={short_repr(optimizer)}: expected an optimizer of torch.optim, an instance or a class"
+            + _hint_optimizer(optimizer)
+        )
         raise TypeError(message)
     if torch.is_inference_mode_enabled():
         message = "recollect.profile runs a training step, but inference mode is on: leave torch.inference_mode() first"
         raise ValueError(message)
+
+
+def _hint_optimizer(given: object) -> str:
+    """What to end an error with that refuses something beside an optimizer, with the optimizers in it."""
+    if isinstance(given, (list, tuple)) and all(isinstance(one, torch.optim.Optimizer) for one in given):
+        return (
+            "; several optimizers step in a function of yours: pass one that runs the whole step, as "
+            "recollect.profile(step, batch) or recollect.fit(model, batch, step=step, ...)"
+        )
+    inside = getattr(given, "optimizer", None)
+    return f"; pass its optimizer, {type(inside).__name__}" if isinstance(inside, torch.optim.Optimizer) else ""
 
 
 def _check_options(
