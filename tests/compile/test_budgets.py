@@ -18,7 +18,7 @@ from recollect._compile.partition import Partition, _judge, _merge_equal_nodes, 
 from recollect._core.calls import Phase
 from recollect._core.plans import Plan
 from recollect._plan.fusing import is_reducing
-from recollect._plan.graphs import _Judge, _price_all, find_keep_set, price
+from recollect._plan.graphs import _Judge, _leave_room, _price_all, find_keep_set, price
 from recollect._plan.simulate import Simulation
 from tests.compile.graphs import Compiled, run_cut, transformer
 
@@ -82,6 +82,22 @@ def test_a_budget_is_met_pointwise_values_go_first_and_gradients_stay(plain: Com
 def test_the_smallest_peak_is_below_half_of_the_plain_one(plain: Compiled) -> None:
     smallest = run_within("min", *make(dropout=0.2)).partition.simulation
     assert peak_of(smallest) < 0.5 * peak_of(plain.partition.simulation)
+
+
+def test_what_was_planned_is_what_is_emitted_and_the_smallest_is_smaller_than_any_other() -> None:
+    model, x = make()
+    whole = run_within("fastest", model, x).partition.simulation
+    budgets: list[int | str] = [
+        "min",
+        *(whole.held_bytes + int(peak_of(whole) * share) for share in (0.9, 0.75, 0.65, 0.6)),
+    ]
+    found = [run_within(budget, model, x).partition for budget in budgets]
+    for budget, one in zip(budgets, found, strict=True):
+        room = None if isinstance(budget, str) else _leave_room(one.profile, budget)
+        assert one.simulation.peak_bytes <= find_keep_set(one.profile, room).peak_bytes
+    peaks, seconds = [one.simulation.peak_bytes for one in found], [seconds_of(one) for one in found]
+    assert min(peaks) == peaks[0]
+    assert seconds[1:] == sorted(seconds[1:])
 
 
 class Headed(nn.Module):

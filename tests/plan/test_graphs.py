@@ -7,7 +7,7 @@ import pytest
 from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
 from recollect._core.profiles import Profile
 from recollect._plan.fusing import find_saved
-from recollect._plan.graphs import _leave_room, find_keep_set
+from recollect._plan.graphs import _Judge, _leave_room, find_keep_set
 
 pytest.importorskip("scipy")
 SMALL, LARGE = 1000, 100_000
@@ -39,6 +39,42 @@ def test_the_largest_value_is_kept_where_dropping_it_lowers_no_peak(room: int) -
     found = find_keep_set(step, find_keep_set(step, None).peak_bytes + room * SMALL)
     assert len(sizes) not in found.simulation.recomputed_calls
     assert found.simulation.recomputed_calls
+
+
+def make_attentive_step(layers: int = 6) -> Profile:
+    """Layers that end with an operator of two results: a large one, and a seed that backward reads, too."""
+    storages, forward, backward = [Storage(bytes=SMALL, lifetime=Lifetime.STEP)], [], []
+
+    def value(size: int) -> Value:
+        storages.append(Storage(bytes=size))
+        return Value(storage=len(storages) - 1, shape=(size,), bytes=size)
+
+    given = Value(storage=0, shape=(SMALL,), bytes=SMALL)
+    for _ in range(layers):
+        wide, mixed, seed, out = value(4 * SMALL), value(2 * SMALL), value(8), value(SMALL)
+        forward += [
+            OpCall(op="aten.mm.default", inputs=(given,), outputs=(wide,), flops=10**9),
+            OpCall(op="aten.attention.default", inputs=(wide,), outputs=(mixed, seed), flops=10**9),
+            OpCall(op="aten.mm.default", inputs=(mixed,), outputs=(out,), flops=10**9),
+        ]
+        read = (wide, mixed, seed, given)
+        backward.append(OpCall(op="aten.sort.default", phase=Phase.BACKWARD, inputs=read, outputs=(value(8),)))
+        given = out
+    step = Profile(storages=tuple(storages), calls=(*forward, *reversed(backward)))
+    numbered = tuple(replace(call, call=number) for number, call in enumerate(step.calls))
+    return replace(step, calls=numbered, saved=tuple(find_saved(step)))
+
+
+def test_results_of_one_operator_are_kept_together_or_not_at_all() -> None:
+    """A graph that keeps the small one keeps the large one, whatever was planned: then it takes more memory."""
+    step = make_attentive_step()
+    judge = _Judge(step, None)
+    attention = [call for call in step.calls[: step.forward_count] if "attention" in call.op]
+    seeds = frozenset(call.outputs[1].storage for call in attention)
+    results = frozenset(call.outputs[0].storage for call in attention)
+    assert judge(seeds).kept == frozenset()
+    assert judge(results).kept == judge(results | seeds).kept == results | seeds
+    assert judge(seeds | {attention[-1].inputs[0].storage}).kept.isdisjoint(seeds)
 
 
 def test_a_compilers_copies_of_inputs_leave_no_less_room() -> None:

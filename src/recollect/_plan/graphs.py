@@ -10,7 +10,7 @@ values forced to be kept that cross the *valleys* of forward (`waists.py`), and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from recollect._core.calls import Lifetime, OpCall
@@ -219,9 +219,12 @@ class _Found:
 class _Judge:
     """Finds and judges keep sets of a step, each once, and remembers the best for a budget, which may change.
 
+    An operator's results are kept together or not at all, as the graph will have it: what is judged is made so first.
+
     Attributes:
         problem: the step.
         budget_bytes: that the peak is to stay within; None asks for the smallest peak.
+        always: the storages that are kept in any case.
     """
 
     def __init__(self, priced: Profile, budget_bytes: int | None) -> None:
@@ -230,6 +233,9 @@ class _Judge:
         self._known: dict[frozenset[int], _Found] = {}
         self._programs: dict[frozenset[int], IntegerProgram] = {}
         self._solved: dict[tuple[frozenset[int], float], frozenset[int]] = {}
+        makes = self.problem.makes[: priced.forward_count]
+        self.always = _find_always(priced)
+        self._several = {number: frozenset(made) for number, made in enumerate(makes) if len(made) > 1}
 
     def solve(self, run: Run, there: frozenset[int], price_of_byte: float) -> frozenset[int]:
         """What is best kept at a price for a byte, beside what is kept in any case."""
@@ -249,9 +255,27 @@ class _Judge:
         found = self._known.get(kept)
         if found is None:
             whole = self._simulate(kept)
-            found = _Found(kept=kept, peak_bytes=whole.peak_bytes, recomputed_s=whole.recomputed_s)
+            possible = self._make_whole(whole)
+            if possible != kept:
+                found = self(possible)
+            else:
+                found = _Found(kept=kept, peak_bytes=whole.peak_bytes, recomputed_s=whole.recomputed_s)
             self._known[kept] = found
         return found
+
+    def _make_whole(self, found: KeepSet) -> frozenset[int]:
+        """The keep set with all results or none of each operator.
+
+        None, if it runs again whatever is kept of it and that is the smaller part: of attention the seeds, some bytes.
+        """
+        again, sizes = frozenset(found.simulation.recomputed_calls), self.problem.sizes
+        kept = found.kept
+        for number, made in self._several.items():
+            there = kept & made
+            if there and there != made:
+                is_less = 2 * sum(sizes[storage] for storage in there) < sum(sizes[storage] for storage in made)
+                kept = kept - made if is_less and number in again and not there & self.always else kept | made
+        return kept
 
     def describe(self, found: _Found) -> KeepSet:
         """All that is known of it."""
@@ -274,7 +298,7 @@ class _Judge:
 def _try_all(judge: _Judge, run: Run) -> None:
     """Judge what standard policies keep, and what is best at some price for a byte."""
     problem = judge.problem
-    always = _find_always(problem.profile)
+    always = judge.always
     plain = judge(run.needs | always)
     for kept in dict.fromkeys(_list_standard(problem, run, always)):
         judge(kept)
@@ -327,8 +351,8 @@ def _mix(judge: _Judge, run: Run, small: _Found, large: _Found) -> None:
     What the last blocks keep is gone first in backward.
     """
     assert judge.budget_bytes is not None
-    more = sorted(large.kept - small.kept, key=lambda storage: -run.makes[storage][0])
-    _fill(judge, small, more, judge.budget_bytes, tries=_FEW_TRIES)
+    more = _by_maker(run, large.kept - small.kept)
+    _fill(judge, small, list(more.values())[::-1], judge.budget_bytes, tries=_FEW_TRIES)
 
 
 def _keep_more(judge: _Judge, run: Run, found: _Found) -> _Found:
@@ -341,28 +365,38 @@ def _keep_more(judge: _Judge, run: Run, found: _Found) -> _Found:
     limit = max(found.peak_bytes, judge.budget_bytes or 0)
     problem = judge.problem
 
-    def list_dropped() -> list[int]:
+    def list_dropped() -> dict[int, frozenset[int]]:
         again = set(judge.describe(found).simulation.recomputed_calls)
-        makes = ((storage, makers[0]) for storage, makers in run.makes.items())
-        return [at for at, call in makes if call in again and at not in found.kept and problem.sizes[at]]
+        dropped = _by_maker(run, run.makes.keys() - found.kept)
+        return {call: made for call, made in dropped.items() if call in again and size(made)}
 
-    products = [storage for storage in list_dropped() if problem.profile.calls[run.makes[storage][0]].flops]
-    products.sort(key=lambda storage: -run.makes[storage][0])
-    found = _fill(judge, found, products, limit)
-    others = list_dropped()
-    others.sort(key=lambda storage: -problem.seconds[run.makes[storage][0]] / problem.sizes[storage])
-    return _fill(judge, found, others, limit)
+    def size(made: frozenset[int]) -> int:
+        return sum(problem.sizes[storage] for storage in made)
+
+    products = [(call, made) for call, made in list_dropped().items() if problem.profile.calls[call].flops]
+    products.sort(key=lambda one: -one[0])
+    found = _fill(judge, found, [made for _, made in products], limit)
+    others = sorted(list_dropped().items(), key=lambda one: -problem.seconds[one[0]] / size(one[1]))
+    return _fill(judge, found, [made for _, made in others], limit)
 
 
-def _fill(judge: _Judge, found: _Found, more: list[int], limit_bytes: int, *, tries: int = _TRIES) -> _Found:
-    """Keep of these storages, in this order, what leaves the peak within a limit and saves time.
+def _by_maker(run: Run, storages: Collection[int]) -> dict[int, frozenset[int]]:
+    """Storages by the call that makes them, in the order of forward: an operator's results are kept together."""
+    found: dict[int, set[int]] = {}
+    for storage in storages:
+        found.setdefault(run.makes[storage][0], set()).add(storage)
+    return {call: frozenset(found[call]) for call in sorted(found)}
+
+
+def _fill(judge: _Judge, found: _Found, more: list[frozenset[int]], limit_bytes: int, *, tries: int = _TRIES) -> _Found:
+    """Keep of these results of calls, in this order, what leaves the peak within a limit and saves time.
 
     All at once if that fits; if not, first one half, then the other: what does not fit is passed over.
     """
     parts = [more] if more else []
     while parts and tries:
         part, tries = parts.pop(0), tries - 1
-        larger = judge(found.kept.union(part))
+        larger = judge(found.kept.union(*part))
         if larger.peak_bytes <= limit_bytes:
             found = larger if larger.recomputed_s < found.recomputed_s else found
         elif len(part) > 1:
@@ -377,13 +411,17 @@ def _find_always(profile: Profile) -> frozenset[int]:
     with what reads them there, which then reads its input more than once and cannot write into it: a second copy of the
     logits, for the sake of two numbers for each token.
     """
-    made = {one.storage: one.call for one in profile.made() if one.call < profile.forward_count}
+    made: dict[int, set[int]] = {}
+    for one in profile.made():
+        if one.call < profile.forward_count:
+            made.setdefault(one.call, set()).add(one.storage)
     return frozenset(
         storage
-        for storage, number in made.items()
+        for number, storages in made.items()
         if profile.calls[number].runs_once
-        or profile.storages[storage].lifetime is Lifetime.RETURNED
+        or any(profile.storages[storage].lifetime is Lifetime.RETURNED for storage in storages)
         or _is_statistic(profile.calls[number])
+        for storage in storages
     )
 
 
