@@ -20,6 +20,7 @@ from recollect._compile import choosers, offloading, partition, speeds
 from recollect._compile.nodes import has_kernel
 from recollect._compile.offloading import MARK
 from recollect._compile.transfers import ARRIVE, FETCH, RELEASE, SEND, is_transfer
+from recollect._core.plans import Choice, Plan
 from recollect._plan.sent_values import Carrier
 from tests.compile.graphs import run_compiled, run_cut, run_inductor, run_plain, transformer
 
@@ -156,6 +157,25 @@ def test_values_leave_when_they_are_made_and_come_back_before_they_are_used() ->
     for node in find(backward, ARRIVE):
         assert order[node.args[0]] < order[node] < min(order[user] for user in node.users)
     assert len(find(backward, ARRIVE)) == len(sent)
+
+
+@pytest.mark.usefixtures("leaves")
+def test_of_an_operators_results_some_leave_while_others_stay() -> None:
+    """A budget sends what attention gives, and keeps its statistics, which are too small to be worth it."""
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    decisions = (Decision.OFFLOAD, Decision.SAVE)
+    choices = (Choice(op=attention, output=output, decision=one) for output, one in enumerate(decisions))
+    model, x = transformer(layers=3, width=64), torch.randn(4, 32, 64)
+    done = run_compiled(Plan(choices=tuple(choices)), model, x)
+    assert all(map(torch.equal, done.gradients, run_plain(model, x)))
+    found = done.partition
+    made = {one.storage: one for one in found.profile.made() if one.storage in found.kept}
+    outputs = [made[one].output for one in sorted(found.sent)]
+    assert outputs == [0] * len(outputs)
+    assert len(outputs) >= 2  # the last one is needed at once
+    for storage in found.sent:
+        beside = [one for one in made.values() if one.call == made[storage].call]
+        assert [one.output for one in beside] == [0, 1]
 
 
 @pytest.mark.usefixtures("leaves")

@@ -240,30 +240,30 @@ def _merge_equal_nodes(gm: fx.GraphModule) -> None:
         gm.graph = fx_graph_cse(gm.graph)
 
 
-def _decide(joint: Joint, choose: Chooser) -> dict[int, Decision]:
-    """For each forward call that makes something: what happens to it, where the plan or the policy has a say.
+def _decide(joint: Joint, choose: Chooser) -> dict[int, dict[int, Decision]]:
+    """For each forward call that makes something, and each of its outputs: what happens to it.
 
-    An operator with several results is kept as a whole if one of them is: kept apart, they would have to be made again
-    together.
+    Only where the plan or the policy has a say. An operator with several results is kept as a whole if one of them is:
+    kept apart, they would have to be made again together. Each may wait in host memory or stay.
     """
     profile = joint.profile
     made: dict[int, list[int]] = {}
     for one in profile.made():
         if one.call < profile.forward_count:
             made.setdefault(one.call, []).append(one.output)
-    decided: dict[int, Decision] = {}
+    decided: dict[int, dict[int, Decision]] = {}
     for number, outputs in made.items():
         call, tagged = profile.calls[number], _tagged(joint.nodes[number])
         if call.runs_once:
-            decided[number] = Decision.SAVE
+            decided[number] = dict.fromkeys(outputs, Decision.SAVE)
             continue
-        said = {choose(call, call.site(output), tagged) for output in outputs}
-        decision = next((one for one in (Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE) if one in said), None)
+        said = {output: choose(call, call.site(output), tagged) for output in outputs}
         returned = (profile.storages[call.outputs[at].storage].lifetime is Lifetime.RETURNED for at in outputs)
-        if decision is Decision.RECOMPUTE and any(returned):
-            decision = Decision.SAVE
-        if decision is not None:
-            decided[number] = decision
+        if not {Decision.SAVE, Decision.OFFLOAD}.isdisjoint(said.values()):
+            sent = [output for output in outputs if said[output] is Decision.OFFLOAD]
+            decided[number] = dict.fromkeys(outputs, Decision.SAVE) | dict.fromkeys(sent, Decision.OFFLOAD)
+        elif Decision.RECOMPUTE in said.values():
+            decided[number] = dict.fromkeys(outputs, Decision.SAVE if any(returned) else Decision.RECOMPUTE)
     return decided
 
 
@@ -276,16 +276,19 @@ def _tagged(node: fx.Node) -> Decision | None:
     return Decision.RECOMPUTE if tag in _RECOMPUTE else None
 
 
-def _tag(joint: Joint, decided: dict[int, Decision]) -> None:
+def _tag(joint: Joint, decided: dict[int, dict[int, Decision]]) -> None:
     """Write the decisions where torch's partitioner reads them."""
     again: set[int] = set()
     noted: set[fx.Node] = set()
-    for number, decision in decided.items():
-        node = joint.nodes[number]
-        if decision is Decision.RECOMPUTE:
+    for number, decisions in decided.items():
+        node, made = joint.nodes[number], joint.profile.calls[number].outputs
+        if Decision.RECOMPUTE in decisions.values():
             again.update(joint.storages[node])
+        sent = {made[output].storage for output, one in decisions.items() if one is Decision.OFFLOAD}
+        rest = next((one for one in decisions.values() if one is not Decision.OFFLOAD), Decision.SAVE)
         for one in (node, *_parts(node)):
-            _note(one, decision)
+            is_sent = sent and sent.issuperset(joint.storages[one])
+            _note(one, Decision.OFFLOAD if is_sent else rest)
             noted.add(one)
     for node, storages in joint.storages.items():  # views are made again from what they look at
         if node.op == "call_function" and storages and again.issuperset(storages) and node not in noted:
@@ -353,11 +356,11 @@ def _decides(plan: Plan) -> bool:
     return any(choice.decision is not Decision.SAVE for choice in plan.choices)
 
 
-def _plan(profile: Profile, decided: dict[int, Decision]) -> Plan:
+def _plan(profile: Profile, decided: dict[int, dict[int, Decision]]) -> Plan:
     """What was decided, as a plan of exact sites."""
     return Plan(
         choices=tuple(
-            Choice.at(profile.calls[made.call].site(made.output), decided[made.call])
+            Choice.at(profile.calls[made.call].site(made.output), decided[made.call][made.output])
             for made in profile.made()
             if made.call in decided
         )
