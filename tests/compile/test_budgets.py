@@ -43,7 +43,7 @@ def run_torchs(share: float, model: nn.Module, x: Tensor) -> Compiled:
         _merge_equal_nodes(gm)
         with functorch_config.patch(activation_memory_budget=share):
             forward, backward = min_cut_rematerialization_partition(gm, inputs, **options)
-        found.append(_judge(gm, forward, options["num_fwd_outputs"], Plan()))
+        found.append(_judge(gm, forward, options["num_fwd_outputs"], Plan())[1])
         return forward, backward
 
     return run_cut(cut, model, x, found, decompose=True)

@@ -1,5 +1,7 @@
 """Products that read recomputed activations run after the next one, so that one kernel makes all that both need."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from recollect import Choice, Decision, Plan
+from recollect._compile import partition
 from recollect._compile.deferring import defer_readers
 from recollect._compile.partition import partitioner
 
@@ -70,6 +73,23 @@ def test_a_product_that_reads_a_recomputed_activation_goes_behind_the_next() -> 
         assert torch.equal(found, wanted)
 
 
+def test_where_memory_counts_it_stays_unless_there_is_room_for_all_that_one_kernel_holds() -> None:
+    """The activation and the gradient, each of the size of what they are made of, are written by one kernel."""
+    asked: list[list[str]] = []
+
+    def leave(room_bytes: int) -> Any:
+        def find(nodes: Sequence[fx.Node]) -> int:
+            asked.append([node.name for node in nodes if "mm" in node.name])
+            return room_bytes
+
+        return find
+
+    size = 4 * ROWS * WIDE
+    assert defer_readers(fx.GraphModule(nn.Module(), Layer()), leave(2 * size - 1)) == 0
+    assert defer_readers(fx.GraphModule(nn.Module(), Layer()), leave(2 * size)) == 1
+    assert asked == [["mm_default", "mm_default_1"]] * 2
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -114,3 +134,29 @@ def test_under_inductor_one_kernel_makes_the_activation_and_its_gradients() -> N
     assert backward.count("cpp_fused_") == 1
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("decides", ["budget", "plan"])
+def test_under_a_budget_products_stay_where_memory_is_at_its_peak(
+    decides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel for the product and both gradients took 21% more than the smallest peak of a small Llama."""
+    moved: list[int] = []
+
+    def note(backward: fx.GraphModule, room: Any = None) -> int:
+        everywhere = defer_readers(copy.deepcopy(backward))
+        moved.extend((everywhere, defer_readers(backward, room)))
+        return moved[-1]
+
+    monkeypatch.setattr(partition, "defer_readers", note)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated(), Gated(), Gated()), torch.randn(512, 16)
+    choices = (Choice(op="aten.mm.default", decision=Decision.SAVE), Choice(decision=Decision.RECOMPUTE))
+    cut = partitioner(budget="min") if decides == "budget" else partitioner(Plan(choices=choices))
+    with fresh_cache(), inductor_config.patch(fallback_by_default=True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, options={"custom_partitioner_fn": cut})
+        compiled(x).square().mean().backward()
+    everywhere, here = moved
+    assert everywhere >= 3
+    assert here < everywhere if decides == "budget" else here == everywhere

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from recollect._compile.choosers import Chooser, by_budget, by_plan, by_planner, by_policy
-from recollect._compile.deferring import defer_readers
+from recollect._compile.deferring import defer_readers, find_room
 from recollect._compile.inductor import arrange_backward, find_copied_inputs, turns_images
 from recollect._compile.joint import Joint, read_joint
 from recollect._compile.keys import digest_sources, key_of
@@ -83,10 +83,13 @@ class Partitioner:
         choose: Callable[[Profile, torch.device], Chooser],
         key: str,
         report: Callable[[Partition], None] | None,
+        *,
+        has_budget: bool = False,
     ) -> None:
         self._choose = choose
         self._key = key
         self._report = report
+        self._has_budget = has_budget
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
@@ -117,14 +120,17 @@ class Partitioner:
         plan = _plan(joint.profile, decided)
         _tag(joint, decided)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        if self._report is not None or _log.isEnabledFor(logging.DEBUG):
-            partition = _judge(gm, forward, count, plan, copied, workspace)
+        arranges = cuts_for_inductor is self and _decides(plan)
+        room = None
+        if (arranges and self._has_budget) or self._report is not None or _log.isEnabledFor(logging.DEBUG):
+            again, partition = _judge(gm, forward, count, plan, copied, workspace)
             _log.debug("partition: %s", partition.simulation)
             if self._report is not None:
                 self._report(partition)
-        if cuts_for_inductor is self and _decides(plan):
+            room = find_room(again, partition.simulation) if self._has_budget else None
+        if arranges:
             arrange_backward()
-            defer_readers(backward)
+            defer_readers(backward, room)
             keep_order(backward, with_sums=True)
             keep_transfers_in_place(forward)
         return forward, backward
@@ -214,7 +220,8 @@ def partitioner(
         policy = as_policy(plan)
         choose, key = by_policy(policy), hashlib.sha256(key_of(policy).encode()).hexdigest()[:32]
     own = f"recollect-{_source_digest()}-"
-    made = Partitioner(choose, own + (uuid.uuid4().hex if key is None or report is not None else key), report)
+    own += uuid.uuid4().hex if key is None or report is not None else key
+    made = Partitioner(choose, own, report, has_budget=budget is not None)
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     CustomPartitionerFn.register(Partitioner)
@@ -320,8 +327,8 @@ def _judge(  # noqa: PLR0917
     plan: Plan,
     copied: Collection[str] = (),
     workspace: Callable[[fx.Node], int] = lambda node: 0,
-) -> Partition:
-    """Simulate what was emitted."""
+) -> tuple[Joint, Partition]:
+    """Read again what was emitted, and simulate it."""
     by_name = {node.name: node for node in gm.graph.nodes}
 
     def origin(node: fx.Node) -> fx.Node | None:
@@ -341,7 +348,8 @@ def _judge(  # noqa: PLR0917
     if sent:
         carrier = carrier_of(_device_of(gm))
         simulation = Sending(fused, simulation, kept, carrier, least_bytes=0).judge(sent).simulation
-    return Partition(profile=joint.profile, kept=kept, simulation=simulation, plan=plan, sent=frozenset(sent))
+    partition = Partition(profile=joint.profile, kept=kept, simulation=simulation, plan=plan, sent=frozenset(sent))
+    return joint, partition
 
 
 def _device_of(gm: fx.GraphModule) -> torch.device:
