@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 import recollect
 from recollect import BudgetError, Decision
+from recollect._bench.cases import list_cases
 from recollect._bench.rivals import call_selective, call_torch
 from recollect._compile.partition import Partition, _judge, _merge_equal_nodes, partitioner
 from recollect._core.calls import Phase
 from recollect._core.plans import Plan
+from recollect._core.profiles import Profile
+from recollect._plan.budget import parse_budget
 from recollect._plan.fusing import is_reducing
-from recollect._plan.graphs import _Judge, _leave_room, _price_all, find_keep_set, price
+from recollect._plan.graphs import _Judge, _leave_room, _price_all, find_keep_set, plan_within, price
 from recollect._plan.simulate import Simulation
 from tests.compile.graphs import Compiled, run_cut, transformer
 
@@ -155,6 +161,41 @@ def test_at_the_peak_of_torchs_policies_no_more_is_made_again(call: Callable[...
     assert ours.peak_bytes <= theirs.peak_bytes
     assert ours.recomputed_s <= theirs.recomputed_s
     assert find_keep_set(seen.profile, None).peak_bytes <= theirs.peak_bytes
+
+
+def profile_of(name: str) -> Profile:
+    """The joint graph of a model of the benchmarks, at the small size of the CPU."""
+    seen: list[Profile] = []
+
+    def note(profile: Profile) -> Plan:
+        seen.append(profile)
+        return Plan()
+
+    model, inputs, _ = list_cases("cpu", "small")[name].make("cpu")
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=partitioner(planner=note),
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    (one,) = seen
+    return one
+
+
+@pytest.mark.parametrize("name", ["ResNet", "MoE"])
+def test_no_budget_is_answered_with_less_memory_than_the_smallest_peak(name: str) -> None:
+    """Budgets near the smallest peak try other values, and came out up to 1% below it."""
+    profile = profile_of(name)
+    smallest = find_keep_set(profile, None)
+    for share in (0.98, 1.0, 1.02):
+        found = find_keep_set(profile, int(smallest.peak_bytes * share))
+        assert found.peak_bytes * 1.001 >= smallest.peak_bytes
+    made = plan_within(parse_budget(smallest.peak_bytes))(profile)
+    assert any(choice.decision is Decision.RECOMPUTE for choice in made.choices)
+    with pytest.raises(BudgetError) as error:
+        plan_within(parse_budget(int(smallest.peak_bytes * 0.95)))(profile)
+    assert error.value.smallest_bytes == smallest.peak_bytes
 
 
 class Prefixed(nn.Module):

@@ -37,6 +37,8 @@ _TRIES, _FEW_TRIES = 48, 12  # to keep more, of the best and of any
 _STRIDES = (1, 2, 4)  # through the valleys: of a transformer's every second one lies between two blocks
 _OF_MANY = 32  # times as large is what statistics are made of, at least
 _SENT_SHARES = (0.25, 0.5, 0.75, 1.0)  # of what the link carries in forward: kept beyond the budget, and sent
+_DESCENT, _DESCENTS = 0.01, 4  # of the smallest peak, how much less is asked for, and how often
+_NEARLY = 1.001  # as small: for some bytes less, a step may recompute several times as much
 _MARGIN = 0.05  # of what a step may take beyond its inputs: measured peaks of small models were up to 5% above
 
 
@@ -73,7 +75,7 @@ def find_keep_set(profile: Profile, budget_bytes: int | None, carrier: Carrier |
     priced, gone = _price_all(profile)
     judge = _Judge(priced, budget_bytes)
     (run,) = judge.problem.runs_of("")
-    best = _find_within(judge, run)
+    best = _find_smallest(judge, run) if budget_bytes is None else _find_within(judge, run)
     if carrier is not None:
         best = _find_with_sending(judge, run, best, carrier)
     return replace(best, kept=best.kept - gone)
@@ -82,6 +84,25 @@ def find_keep_set(profile: Profile, budget_bytes: int | None, carrier: Carrier |
 def _find_within(judge: _Judge, run: Run) -> KeepSet:
     _try_all(judge, run)
     return judge.describe(_keep_more(judge, run, judge.best))
+
+
+def _find_smallest(judge: _Judge, run: Run) -> KeepSet:
+    """The smallest peak, and the quickest choice that nearly has it: as budgets find it that ask for less each time.
+
+    A budget tries to keep other values than who asks for the smallest peak, and may come out lower.
+    """
+    found = [_find_within(judge, run)]
+    less = 1 - _DESCENT
+    for _ in range(_DESCENTS):
+        judge.budget_bytes = int(found[-1].peak_bytes * less)
+        found.append(_find_within(judge, run))
+        if found[-1].peak_bytes >= found[-2].peak_bytes:
+            break
+    judge.begin(min(one.peak_bytes for one in found))
+    found.append(_find_within(judge, run))
+    judge.begin(None)
+    most_bytes = int(min(one.peak_bytes for one in found) * _NEARLY)
+    return min((one for one in found if one.peak_bytes <= most_bytes), key=lambda one: one.recomputed_s)
 
 
 def _find_with_sending(judge: _Judge, run: Run, alone: KeepSet, carrier: Carrier) -> KeepSet:
@@ -142,6 +163,8 @@ def plan_within(budget: Budget, carrier: Carrier | None = None) -> Callable[[Pro
         found = find_keep_set(profile, room, carrier)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
             found = find_keep_set(profile, budget.bytes, carrier)
+        if budget.bytes is not None and found.peak_bytes > budget.bytes:
+            found = find_keep_set(profile, None, carrier)
         if budget.bytes is not None and found.peak_bytes > budget.bytes:
             held = format_bytes(found.simulation.held_bytes)
             message = (
@@ -231,6 +254,7 @@ class _Judge:
         self.problem, self.budget_bytes = Problem(priced), budget_bytes
         self._simulator = Simulator(priced)
         self._known: dict[frozenset[int], _Found] = {}
+        self._judged: dict[frozenset[int], _Found] = {}
         self._programs: dict[frozenset[int], IntegerProgram] = {}
         self._solved: dict[tuple[frozenset[int], float], frozenset[int]] = {}
         makes = self.problem.makes[: priced.forward_count]
@@ -246,18 +270,27 @@ class _Judge:
             self._solved[key] = self._programs[there].keep_at(price_of_byte) | there
         return self._solved[key]
 
+    def begin(self, budget_bytes: int | None) -> None:
+        """Search anew: what was judged before is forgotten, so that a budget has the same answer whoever asks."""
+        self.budget_bytes = budget_bytes
+        self._judged.clear()
+
     @property
     def best(self) -> _Found:
         """Of all that were judged, the quickest that fits; if none does, the one with the smallest peak."""
-        return min(self._known.values(), key=self._rank)
+        return min(self._judged.values(), key=self._rank)
 
     def __call__(self, kept: frozenset[int]) -> _Found:
+        found = self._judged[kept] = self._find(kept)
+        return found
+
+    def _find(self, kept: frozenset[int]) -> _Found:
         found = self._known.get(kept)
         if found is None:
             whole = self._simulate(kept)
             possible = self._make_whole(whole)
             if possible != kept:
-                found = self(possible)
+                found = self._find(possible)
             else:
                 found = _Found(kept=kept, peak_bytes=whole.peak_bytes, recomputed_s=whole.recomputed_s)
             self._known[kept] = found
@@ -373,6 +406,8 @@ def _keep_more(judge: _Judge, run: Run, found: _Found) -> _Found:
     def size(made: frozenset[int]) -> int:
         return sum(problem.sizes[storage] for storage in made)
 
+    dropped = sorted(list_dropped().items(), key=lambda one: -problem.seconds[one[0]])
+    found = _fill(judge, found, [made for _, made in dropped], found.peak_bytes, tries=_FEW_TRIES)  # what costs nothing
     products = [(call, made) for call, made in list_dropped().items() if problem.profile.calls[call].flops]
     products.sort(key=lambda one: -one[0])
     found = _fill(judge, found, [made for _, made in products], limit)
