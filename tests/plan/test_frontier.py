@@ -87,6 +87,17 @@ def test_nothing_is_quicker_than_the_lower_bound(step: Profile) -> None:
         assert least <= point.step_s + 1e-6
 
 
+@settings(max_examples=25, deadline=None)
+@given(stacks(most=3))
+def test_no_choice_of_regions_is_quicker_than_the_lower_bound(step: Profile) -> None:
+    problem = Problem(step)
+    bound = LowerBound(problem)
+    for peak, seconds in try_all(problem):
+        least = bound.seconds(peak)
+        assert least is not None
+        assert least <= seconds + 1e-6
+
+
 @settings(max_examples=40, deadline=None)
 @given(stacks(layers=1))
 def test_keep_sets_are_the_quickest_for_their_bytes(step: Profile) -> None:

@@ -1,10 +1,11 @@
 """How quick a step can be at all within a budget, if values are only recomputed.
 
-Take any moment of backward. Whatever a schedule does, it holds then what the call reads and makes, what is there all
-the time, and some of the values that later calls need; the rest of those it makes again. The least that takes, as a
-linear program over the whole step, is a bound for every schedule: regions, modules and the order of backward play no
-part in it. Two moments are tried: the turn from forward to backward, and the one that presses most. Offloading is not
-bounded by it.
+Take any moment of backward. Whatever a plan does, it holds then what the call reads and makes, all gradients that are
+on their way, what is there all the time, and some of the values that later calls need; the rest of those it makes
+again. The least that takes, as a linear program over the whole step, is a bound for every plan: regions and modules
+play no part in it. Two moments are tried: the turn from forward to backward, and the one that presses most. Where a
+later one has more there in any case, as attention that is composed has in the middle of a U-Net, the program has both.
+Offloading is not bounded by it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from recollect._core.calls import Category
+from recollect._plan.presence import Presence
 from recollect._plan.problem import Problem, Run
-from recollect._plan.solvers.program import IntegerProgram
+from recollect._plan.solvers.stages import Moment, StagedProgram
 
 _LASTING = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER, Category.OTHER)
 
@@ -23,44 +25,56 @@ class LowerBound:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._programs = [] if problem.whole is None else _make_programs(problem, problem.whole)
+        self._moments = None if problem.whole is None else _Moments(problem, problem.whole)
 
     def seconds(self, budget_bytes: int) -> float | None:
         """The least time of the step; None if it cannot be told."""
-        if not self._programs:
+        if self._moments is None:
             return None
         plain, prices = self._problem.plain_s, self._problem.prices
         if budget_bytes >= self._problem.profile.peak_bytes:
             return plain
-        least = [program.least_s(max(0, budget_bytes - fixed)) for program, fixed in self._programs]
-        again = max((again for again in least if again is not None), default=0.0)
+        again = self._moments.least_s(budget_bytes)
         if prices.plain is not None and prices.pace.counts_backward:  # what the device does last, it does once
             return max(plain, plain - (prices.plain.wall_s - prices.plain.host_s) + again)
         return plain + again
 
 
-def _make_programs(problem: Problem, run: Run) -> list[tuple[IntegerProgram, int]]:
-    """For the moments that are tried: what later calls need, and the bytes that are there in any case."""
-    lasts: dict[int, int] = {}
-    for moment, storages in run.asks:
-        for storage in storages:
-            if storage in run.makes:
-                lasts[storage] = moment
-    pressing, most = problem.forward_count, -1
-    waiting = dict(sorted(lasts.items(), key=lambda item: -item[1]))
-    waiting_bytes = sum(problem.sizes[storage] for storage in waiting)
-    for moment in range(problem.forward_count, max(lasts.values(), default=problem.forward_count)):
-        while waiting and next(reversed(waiting.values())) <= moment:
-            storage, _ = waiting.popitem()
-            waiting_bytes -= problem.sizes[storage]
-        pressure = _count_fixed(problem, moment, waiting) + waiting_bytes
-        if pressure >= most:
-            pressing, most = moment, pressure
-    found = []
-    for moment in dict.fromkeys((problem.forward_count, pressing)):
-        later = frozenset(storage for storage, last in lasts.items() if last > moment)
-        found.append((IntegerProgram(problem, run, needs=later), _count_fixed(problem, moment, later)))
-    return found
+class _Moments:
+    """The moments that are tried, and their programs."""
+
+    def __init__(self, problem: Problem, run: Run) -> None:
+        self._problem, self._run, self._turn = problem, run, problem.forward_count
+        lasts: dict[int, int] = {}
+        for moment, storages in run.asks:
+            lasts.update({storage: moment for storage in storages if storage in run.makes})
+        self._presence = Presence(problem, run)
+        self._bytes = self._presence.bytes_at
+        self._end = max(lasts.values(), default=self._turn)
+        self._pressure = self._presence.add_needed(lasts)[: self._end - self._turn]
+        self._pressing = max(enumerate(self._pressure), key=lambda one: one[::-1], default=(0, 0))[0]
+        self._programs: dict[tuple[int, ...], StagedProgram] = {}
+
+    def least_s(self, budget_bytes: int) -> float:
+        """The least that recomputation takes."""
+        tried = {(0,), (self._pressing,), (self._pressing, *self._find_later(budget_bytes))}
+        least = [self._program(places).least_s(budget_bytes) for places in tried]
+        return max((again for again in least if again is not None), default=0.0)
+
+    def _find_later(self, budget_bytes: int) -> list[int]:
+        """A later moment that does not fit without recomputation either, and has more there in any case."""
+        places = range(self._pressing + 1, len(self._pressure))
+        found = [(self._bytes[at], at) for at in places if self._pressure[at] > budget_bytes]
+        return [at for size, at in [max(found)] if size > self._bytes[self._pressing]] if found else []
+
+    def _program(self, places: tuple[int, ...]) -> StagedProgram:
+        if places not in self._programs:
+            moments = [
+                Moment(call=self._turn + at, there=self._presence.list_there(self._turn + at), bytes=self._bytes[at])
+                for at in places
+            ]
+            self._programs[places] = StagedProgram(self._problem, self._run, moments)
+        return self._programs[places]
 
 
 def find_least_bytes(problem: Problem) -> int:

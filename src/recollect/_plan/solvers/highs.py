@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,6 +74,10 @@ class Model:
         self._scales.append(scale)
         self._matrix = None
         return len(self._lower) - 1
+
+    def count(self, values: Sequence[float]) -> float:
+        """What these values cost."""
+        return float(sum(map(operator.mul, self._costs, values)))
 
     def solve(
         self,

@@ -54,11 +54,19 @@ class Corner:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The variables of a program within another one: for each call whether it runs again, for each value if kept."""
+
+    again: dict[int, int]
+    kept: dict[int, int]
+
+
 class IntegerProgram:
     """The choice for one run as an integer program: each variable is 0 or 1.
 
     With `needs`, for a bound and for compiled graphs: only these are asked for, and what eager code cannot do is
-    allowed. What is `there` is kept in any case and counts for nothing.
+    allowed. What is `there` is kept in any case and counts for nothing. What is asked for `later` may be held.
 
     Attributes:
         plain_bytes: what the run holds for backward if nothing is forgotten.
@@ -67,7 +75,13 @@ class IntegerProgram:
     """
 
     def __init__(
-        self, problem: Problem, run: Run, *, needs: frozenset[int] | None = None, there: frozenset[int] = frozenset()
+        self,
+        problem: Problem,
+        run: Run,
+        *,
+        needs: frozenset[int] | None = None,
+        there: frozenset[int] = frozenset(),
+        later: frozenset[int] = frozenset(),
     ) -> None:
         self._problem, self._run, self._is_bound = problem, run, needs is not None
         self._needs = run.needs if needs is None else needs
@@ -75,7 +89,7 @@ class IntegerProgram:
         self._there = there.union(storage for number in forced for storage in problem.makes[number])
         self._copied = {} if self._is_bound else find_copied(problem, run)
         self._casts = frozenset[int]() if self._is_bound else find_weight_casts(problem, run)
-        self._calls = self._find_calls()
+        self._calls = self._find_calls(later)
         self._values = self._find_values()
         self._again = {call: at for at, call in enumerate(self._calls)}  # the numbers of variables
         self._kept = {storage: at for at, storage in enumerate(self._values, len(self._calls))}
@@ -101,9 +115,9 @@ class IntegerProgram:
     def _model(self) -> Model:
         return self._build()
 
-    def _find_calls(self) -> list[int]:
+    def _find_calls(self, later: frozenset[int]) -> list[int]:
         """The calls that lie on the way to something that backward asks for."""
-        missing, found = [at for at in self._needs if at not in self._there], set[int]()
+        missing, found = [at for at in self._needs | later if at not in self._there], set[int]()
         while missing:
             for call in self._run.makes[missing.pop()]:
                 if call not in found:
@@ -290,9 +304,18 @@ class IntegerProgram:
         """Whether a storage is made again anyway: where bytes are left over, it costs nothing to keep it as well."""
         return all(values[self._again[maker]] > _HALF for maker in self._run.makes[storage])
 
-    def least_s(self, most_bytes: int) -> float | None:
-        """The seconds that any choice within so many bytes takes at least; None if there is no answer in time."""
-        values = self._model.solve(limits={_LIMIT_ROW: float(most_bytes)}, seconds=30.0, is_whole=False)
-        if values is None:
-            return None
-        return sum(self._problem.prices.again_s(call) * values[at] for call, at in self._again.items())
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each value that could be kept."""
+        return {storage: value.bytes for storage, value in self._values.items()}
+
+    def place(self, model: Model, kept: dict[int, int] | None = None) -> Placed:
+        """Add it to another program, but for its limit, for a bound; with `kept` for its values, its calls are free."""
+        again = {call: model.add(0.0 if kept else self._problem.prices.again_s(call)) for call in self._calls}
+        if kept is None:
+            kept = {at: model.add(0.0, most=1.0 if one.can_be_kept else 0.0) for at, one in self._values.items()}
+        columns = {self._again[call]: column for call, column in again.items()}
+        columns.update({at: kept[storage] for storage, at in self._kept.items()})
+        for row, least in self._list_needs():
+            model.require({columns[at]: factor for at, factor in row.items()}, at_least=least)
+        return Placed(again=again, kept=kept)
