@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect._recompute.collected import _busy
+from tests.collecting import without_collector
 from tests.watching import backward
 
 
@@ -442,3 +443,101 @@ def test_a_collection_that_another_thread_is_at_is_left_alone() -> None:
     finally:
         del _busy[id(away)]
     assert len(away) == 2
+
+
+class Mark:
+    """Something to refer to weakly."""
+
+
+@pytest.mark.parametrize("where", ["in forward", "by the caller"])
+@pytest.mark.parametrize("wrap", [recollect.checkpoint, lambda block: lambda x: recollect.checkpoint(block)(x)])
+def test_results_that_are_put_into_a_list_and_never_run_backward_are_freed(where: str, wrap: Any) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.results: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.layer(x))
+            if where == "in forward":
+                self.results.append(y)
+            return y.sin()
+
+    with without_collector():
+        block = Keeping()
+        run = wrap(block)
+        gone = []
+        for _ in range(4):
+            block.results = []
+            y = run(torch.ones(2, 4))
+            if where == "by the caller":
+                block.results.append(y)
+            mark = Mark()  # lives as long as the graph
+            block.results[0].grad_fn.metadata["mark"] = mark  # type: ignore[index, union-attr]
+            gone.append(ref(mark))
+            del y, mark
+        block.results = []
+        assert not any(reference() is not None for reference in gone)
+
+
+def test_what_a_hook_collects_and_nobody_runs_backward_is_freed_with_the_hook() -> None:
+    def collect(run: Any, block: nn.Module) -> Any:
+        results: list[Tensor] = []
+        handle = block.register_forward_hook(lambda module, args, result: results.append(result))
+        run(torch.ones(2, 4))
+        handle.remove()
+        mark = Mark()
+        results[0].grad_fn.metadata["mark"] = mark  # type: ignore[index, union-attr]
+        return ref(mark)
+
+    with without_collector():
+        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        run = recollect.checkpoint(block)
+        assert not any(collect(run, block[1])() is not None for _ in range(4))
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_hook_that_was_taken_away_runs_again_if_it_changes_something(*, is_gone: bool) -> None:
+    def run(wrap: Callable[[nn.Module], Any]) -> Tensor:
+        torch.manual_seed(0)
+        layer, shown = nn.Linear(4, 4), list[Tensor]()
+        handles = [layer.register_forward_hook(lambda module, args, result: result * 3)]
+        handles += [layer.register_forward_hook(lambda module, args, result: shown.append(result))]
+        loss = wrap(nn.Sequential(layer, nn.Tanh()))(torch.ones(2, 4)).sum()
+        if is_gone:
+            for handle in handles:
+                handle.remove()
+        backward(loss)
+        assert len(shown) == 1
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    assert torch.equal(run(lambda block: block), run(recollect.checkpoint))
+
+
+def test_a_list_that_a_caller_has_replaced_is_again_as_forward_found_it() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.results: list[Tensor] = [torch.ones(4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.layer(x) * self.results[-1])
+            self.results.append(y.detach())
+            return y.sin()
+
+    grads = []
+    for wrap in (lambda fn: fn, recollect.checkpoint):
+        torch.manual_seed(0)
+        block = Reading()
+        loss = wrap(block)(torch.ones(2, 4)).sum()
+        block.results = [torch.zeros(4)]
+        backward(loss)
+        assert len(block.results) == 1
+        grads.append(block.layer.weight.grad)
+    plain, ours = grads
+    assert plain is not None
+    assert ours is not None
+    assert torch.equal(plain, ours)

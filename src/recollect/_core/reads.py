@@ -25,6 +25,7 @@ _SETS_VARIABLES = frozenset({"STORE_DEREF", "STORE_GLOBAL"})
 _LOADS_VARIABLES = frozenset({"LOAD_DEREF", "LOAD_GLOBAL"})
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _ENTRIES = frozenset({"get", "pop", "popitem", "setdefault", "values", "items"})
+_PUTS = frozenset({"append", "appendleft", "add", "extend", "insert", "update", "put"})  # and give nothing
 _BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 
 
@@ -92,6 +93,36 @@ def read_variable(functions: Iterable[FunctionType], where: CellType | dict[str,
 def read_entries(codes: Iterable[CodeType]) -> bool:
     """Whether some of this code may read entries of a dict."""
     return any(map(_reads_entries, codes))
+
+
+def only_collects(function: FunctionType) -> bool:
+    """Whether a function gives nothing, sets no attribute and writes into no tensor: it may put things away, at most.
+
+    >>> only_collects(lambda module, args, result: seen.append(result))
+    True
+    >>> only_collects(lambda module, args, result: result * 2 if module.training else None)
+    False
+    """
+    return _only_collects(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _only_collects(code: CodeType) -> bool:
+    if any(name.endswith("_") and not name.startswith("__") for name in code.co_names) or "setattr" in code.co_names:
+        return False
+    last, method = "", ""
+    for step in dis.get_instructions(code):
+        if step.opname in _SETS or isinstance(step.argval, CodeType):
+            return False
+        if step.opname == "RETURN_CONST" and step.argval is not None:
+            return False
+        gives_nothing = last == "None" or (last == "CALL" and method in _PUTS)
+        if step.opname == "RETURN_VALUE" and (step.is_jump_target or not gives_nothing):
+            return False
+        if step.opname in _LOADS:
+            method = step.argval
+        last = step.opname if step.opname != "LOAD_CONST" else str(step.argval)
+    return True
 
 
 def sets_twice(kind: type) -> frozenset[str]:

@@ -29,15 +29,18 @@ from recollect._core.reachable import is_holder
 from recollect._recompute.contents import (
     Contents,
     add,
+    can_be_rebuilt,
     contents_of,
     cut_off,
     is_data,
     is_same,
+    is_settings,
     mapped,
     put,
     table_of,
     take,
     values_of,
+    without_histories,
 )
 
 _MOST = 32  # collections that are looked into
@@ -56,9 +59,13 @@ class Collected:
     Args:
         named: those that functions name.
         owned: those in attributes of modules.
+
+    Attributes:
+        was: after `settle`: by id, what those in attributes held at entry, but for those that hold settings. They
+            themselves are not held: they may come to lead to the graph, and so to whoever holds this.
     """
 
-    __slots__ = ("_count_owned", "_entries", "_held", "_parts")
+    __slots__ = ("_count_owned", "_entries", "_held", "_parts", "was")
 
     def __init__(self, named: Iterable[Any], owned: Iterable[Any]) -> None:
         seen: set[int] = set()
@@ -68,9 +75,10 @@ class Collected:
             parts += _find(named, seen)
         self._held = list(map(_read, parts))
         self._entries: list[_Entry] | None = None  # those that count; None while the function runs
+        self.was: dict[int, Contents] = {}
 
-    def settle(self, new: Iterable[Any], may_read: Callable[[Any, Any], bool]) -> Collected | None:
-        """At exit: keep those that forward has changed; None if there are none.
+    def settle(self, new: Iterable[Any], may_read: Callable[[Any, Any], bool]) -> bool:
+        """At exit: keep those that forward has changed; whether there are any.
 
         Args:
             new: collections that stand where nothing stood at entry.
@@ -85,22 +93,38 @@ class Collected:
         ]
         entries = map(self._entry, changed)
         self._entries = [entry for entry in entries if entry.settle(may_read)]
-        self._entries += [_Entry(part, 0, is_named=False) for part in new if id(part) not in known and table_of(part)]
+        added = [part for part in new if id(part) not in known and table_of(part)]
+        self._entries += [_Entry(part, 0, is_named=False) for part in added]
+        self.was = {
+            id(part): without_histories(noted)
+            for part, noted in zip(parts[: self._count_owned], held, strict=False)
+            if not isinstance(noted, int) and can_be_rebuilt(part) and not is_settings(noted)
+        }
+        self.was |= {id(part): type(contents_of(part))() for part in added if can_be_rebuilt(part)}
+        for entry in self._entries:
+            entry.let_go(self.was)
         self._parts = self._held = []
-        return self if self._entries else None
+        return self._entries != []
 
     def _entry(self, number: int) -> _Entry:
         return _Entry(self._parts[number], self._held[number], is_named=number >= self._count_owned)
 
-    def put(self) -> list[Callable[[], None]]:
-        """Before recomputation: set them as they were; gives what puts all back."""
-        entries = map(self._entry, range(len(self._parts))) if self._entries is None else self._entries
-        return [entry.put() for entry in entries]
+    def put(self, find_owned: Callable[[], Iterable[Any]]) -> list[Callable[[], None]]:
+        """Before recomputation: set them as they were; gives what puts all back.
+
+        Args:
+            find_owned: gives those that are in attributes of modules now.
+        """
+        entries = list(map(self._entry, range(len(self._parts)))) if self._entries is None else self._entries
+        is_complete = all(entry.part is not None for entry in entries)
+        owned = {} if is_complete else {id(part): part for part in _find(find_owned(), set())}
+        found = [(entry, entry.find(owned)) for entry in entries]
+        return [entry.put(part) for entry, part in found if part is not None]
 
 
 def keep_out_of(named: Iterable[Any]) -> list[Callable[[], None]]:
     """Before recomputation, of collections that were not noted at entry; gives what takes its data out of them."""
-    return [_Entry(part, _read(part), is_named=True).put(keeps_counts=True) for part in _find(named, set())]
+    return [_Entry(part, _read(part), is_named=True).put(part, keeps_counts=True) for part in _find(named, set())]
 
 
 def _read(part: Any) -> Contents | int:
@@ -121,10 +145,10 @@ class _Entry:
         is_named: whether functions name it.
     """
 
-    __slots__ = ("_is_named", "_length", "_noted", "part")
+    __slots__ = ("_id", "_is_named", "_kind", "_length", "_noted", "part")
 
     def __init__(self, part: Any, held: Contents | int, *, is_named: bool) -> None:
-        self.part, self._is_named = part, is_named
+        self.part, self._is_named, self._id, self._kind = part, is_named, id(part), type(part)
         self._length = held if isinstance(held, int) else len(held)
         self._noted: Contents | None = None if isinstance(held, int) else held
 
@@ -142,15 +166,27 @@ class _Entry:
             self._length = len(now)
         return True
 
+    def let_go(self, was: dict[int, Contents]) -> None:
+        """Do not hold the collection if it is one of these."""
+        if self._id in was:
+            self.part = None
+
+    def find(self, owned: dict[int, Any]) -> Any:
+        """The collection, held here or among these; None if nobody has it, and so nobody can ask for it."""
+        if self.part is not None:
+            return self.part
+        part = owned.get(self._id)
+        return part if type(part) is self._kind else None
+
     def _counts_for_much(self, values: list[Any]) -> bool:
         return any(map(is_data, values)) or not (self._is_named or any(type(value) not in _COUNTS for value in values))
 
-    def put(self, *, keeps_counts: bool = False) -> Callable[[], None]:
-        """Set it as it was; gives what puts it back, but for what counts calls, if asked to keep that.
+    def put(self, part: Any, *, keeps_counts: bool = False) -> Callable[[], None]:
+        """Set the collection as it was; gives what puts it back, but for what counts calls, if asked to keep that.
 
         Does nothing if a recomputation on another thread is at it.
         """
-        part, me = self.part, (get_ident(), self)
+        me = get_ident(), self
         owner = _busy.setdefault(id(part), me)
         if owner[0] != me[0]:
             return _do_nothing

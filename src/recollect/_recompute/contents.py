@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -16,6 +16,10 @@ from recollect._core.torch_private.functorch import transforms_active
 COLLECTIONS = (dict, list, set, deque)
 """What user code may collect something in."""
 
+_SIMPLE = frozenset({dict, list, set})
+_REBUILT = _SIMPLE | {deque, OrderedDict, defaultdict}
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_WITHOUT_HISTORY = _SIMPLE | _PLAIN | {nn.Parameter}
 _UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range})
 _CODE = (nn.Module, type, ModuleType, FunctionType, MethodType)
 
@@ -161,3 +165,60 @@ def is_data(value: Any, depth: int = 3) -> bool:
     else:
         parts = list(getattr(value, "__dict__", {}).values())
     return any(is_data(part, depth - 1) for part in parts)
+
+
+def is_settings(held: Contents) -> bool:
+    """Whether these are numbers and texts, and at least one: nobody puts results beside them."""
+    return bool(held) and _PLAIN.issuperset(map(type, held.values() if isinstance(held, dict) else held))
+
+
+def without_histories(held: Contents) -> Contents:
+    """The same, tensors in it and in its tuples cut off from their graph."""
+    if _WITHOUT_HISTORY.issuperset(map(type, held.values() if isinstance(held, dict) else held)):
+        return held
+    return mapped(lambda value: cut_off_all(value) if isinstance(value, tuple) else cut_off(value), held)
+
+
+class Former:
+    """A collection in an attribute, as it was at entry.
+
+    It does not hold the collection, which may come to lead to the graph, and so to whoever holds this.
+
+    Args:
+        part: the collection.
+        was: what the collections in attributes held at entry, this one among them, by their ids.
+    """
+
+    __slots__ = ("_empty", "_id", "_kind", "_was")
+
+    def __init__(self, part: Any, was: dict[int, Contents]) -> None:
+        self._id, self._kind, self._was, self._empty = id(part), type(part), was, None
+        if self._kind not in _SIMPLE:  # one with a length, or a default
+            self._empty = part.copy()
+            self._empty.clear()
+
+    def __eq__(self, other: object) -> bool:
+        """Tuples of attributes compare their parts in C, and ask this."""
+        return self.is_of(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def is_of(self, value: Any) -> bool:
+        """Whether this is that collection, or one in its place, which serves as well."""
+        return id(value) == self._id and type(value) is self._kind
+
+    def make(self) -> Any:
+        """Another one, as that was."""
+        other = self._kind() if self._empty is None else self._empty.copy()
+        put(other, mapped(lambda value: _rebuilt(value, self._was), self._was[self._id]))
+        return other
+
+
+def can_be_rebuilt(part: Any) -> bool:
+    """Whether another collection of its kind may stand for this one: not for a user's class."""
+    return type(part) in _REBUILT
+
+
+def _rebuilt(part: Any, was: dict[int, Contents]) -> Any:
+    """Of a collection that is among these, another one, as it was; anything else as it is."""
+    return Former(part, was).make() if type(part) in _REBUILT and id(part) in was else part

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from recollect._core.generators import generator_kinds
 from recollect._core.reachable import is_holder
 from recollect._core.reads import sets_twice
+from recollect._recompute.contents import Former
 
 Table = dict[str, Any]
 """A module's instance dictionary, or a table in it."""
@@ -88,6 +89,8 @@ def is_equal(now: Any, noted: Any) -> bool:
     if now is noted:
         return True
     kind = type(noted)
+    if kind is Former:
+        return bool(noted.is_of(now))
     if type(now) is not kind:
         return False
     if kind in _PLAIN:
@@ -212,7 +215,9 @@ class ModuleAttributes:
             return False
         for number, at in self.names.by_identity:
             one, other = now[number], noted[number]
-            if (one is not other) if at is None else (one[at] is not other[at]):
+            if at is not None:
+                one, other = one[at], other[at]
+            if one is not other and not (type(other) is Former and other.is_of(one)):
                 return all(map(is_equal, self._in_turn(now), self._in_turn(noted)))
         try:
             return bool(now == noted)
@@ -235,6 +240,14 @@ class ModuleAttributes:
             now = [values.get((number, name), value) for name, value in zip(names, noted, strict=True)]
             others[number] = tuple(now) if len(names) > 1 else now[0]
         return others
+
+    def find_noted(self, settings: list[Settings]) -> list[tuple[Place, Any]]:
+        """What `read` gave where something else than a number, text or function stood."""
+        names = self.names.by_module
+        return [
+            ((number, names[number][at or 0]), settings[number] if at is None else settings[number][at])
+            for number, at in self.names.by_identity
+        ]
 
     def find_own_generators(self, roots: list[nn.Module]) -> list[Any]:
         """What is there now where the modules had random generators."""

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
+from weakref import ref
 
 from recollect._core.reachable import is_of_library
+from recollect._core.reads import only_collects
 from recollect._core.torch_private.modules import global_hook_tables
 
 Table = dict[str, Any]
@@ -44,7 +47,11 @@ class ModuleHooks:
         """The hooks that there are now; None if there are none."""
         if not any(self._tables):
             return None
-        return {number: tuple(map(dict, group)) for number, group in enumerate(self._groups) if group[0]}
+        return {
+            number: ({key: _Loose.of(hook) for key, hook in group[0].items()}, *map(dict, group[1:]))
+            for number, group in enumerate(self._groups)
+            if group[0]
+        }
 
     def are(self, noted: Noted | None) -> bool:
         """Whether those that there are now are the noted ones."""
@@ -57,6 +64,7 @@ class ModuleHooks:
         """Put the noted hooks in the place of those that there are now; the stack puts these back."""
         for number, group in enumerate(self._groups):
             then = (noted or {}).get(number, ({},) * len(group))
+            then = (_Loose.resolve(then[0]), *then[1:])
             if not group[0] and not then[0]:
                 continue
             wanted = _merge(then[0], group[0])
@@ -67,11 +75,41 @@ class ModuleHooks:
 
     def find(self, noted: Noted | None) -> list[Callable[..., Any]]:
         """The noted ones, which may have gone since, and all that there are now, but for torch's."""
-        tables = [group[0] for group in noted.values()] if noted else []
+        tables = [_Loose.resolve(group[0]) for group in noted.values()] if noted else []
         if not tables and not any(self._tables):
             return []
         tables += self._tables
         return [hook for table in tables for hook in table.values() if not is_of_library(hook)]
+
+
+class _Loose:
+    """A hook that only collects, and is not held: what it collects leads to the graph, and so to who holds this.
+
+    Attributes:
+        hook: gives it, or None if it is gone.
+    """
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: FunctionType) -> None:
+        self.hook = ref(hook)
+
+    @classmethod
+    def of(cls, hook: Any) -> Any:
+        """This, or the hook itself."""
+        return cls(hook) if type(hook) is FunctionType and only_collects(hook) else hook
+
+    @staticmethod
+    def resolve(table: HookTable) -> HookTable:
+        """The hooks, but for those that are gone."""
+        found = {key: hook.hook() if type(hook) is _Loose else hook for key, hook in table.items()}
+        return {key: hook for key, hook in found.items() if hook is not None}
+
+    def __eq__(self, other: object) -> bool:
+        """Tables are compared in C, and ask this."""
+        return self.hook() is other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _merge(then: HookTable, now: HookTable) -> HookTable:

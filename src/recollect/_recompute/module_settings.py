@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recollect._core.torch_private.sharding import is_managed
-from recollect._recompute.contents import cut_off_all
+from recollect._recompute.contents import Contents, Former, cut_off_all
 from recollect._recompute.module_attributes import (
     FORWARD,
     TRAINING,
@@ -118,6 +118,14 @@ class ModuleSettings:
             return False
         return self._tree.carries(self._roots, place)
 
+    def let_go(self, was: dict[int, Contents]) -> None:
+        """After `settle`: do not hold these collections; given is what they held at entry, by their ids."""
+        attributes = self._tree.attributes
+        noted = attributes.find_noted(self._values)
+        self._values = attributes.replaced(
+            self._values, {place: Former(value, was) for place, value in noted if id(value) in was}
+        )
+
     def have_changed(self) -> bool:
         """Whether `put` has anything to do."""
         return bool(self._new or self._set_here) or not self._tree.attributes.are(self._roots, self._values)
@@ -144,7 +152,7 @@ class ModuleSettings:
             # While forward runs (a backward inside it), nobody knows which of the others are its own.
             if self._own is not None or name == TRAINING:
                 stack.callback(_put_back, table, name, table.get(name, _ABSENT))
-                table[name] = value
+                table[name] = value.make() if type(value) is Former else value
         for table, name, was_none in self._new:
             if name in table:
                 stack.callback(table.__setitem__, name, table.pop(name))

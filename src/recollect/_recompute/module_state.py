@@ -41,6 +41,7 @@ from recollect._recompute.changes import (
     flags_of,
     versions_of,
 )
+from recollect._recompute.contents import Contents
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_hooks import Noted
 from recollect._recompute.module_settings import ModuleSettings
@@ -300,6 +301,10 @@ class ModuleState:
     def find_new_holders(self) -> list[Any]:
         """At exit, if forward has set any attributes: the same where they had nothing."""
         return self._tree.attributes.find_new_holders(self._roots) if self._settings.are_set_here else []
+
+    def let_go(self, was: dict[int, Contents]) -> None:
+        """After `settle`: do not hold these collections; given is what they held at entry, by their ids."""
+        self._settings.let_go(was)
 
     def find_hooked(self) -> list[Any]:
         """Those in which forward hooks on the modules, or on all modules, may collect something."""

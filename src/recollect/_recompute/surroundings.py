@@ -166,7 +166,11 @@ class Surroundings:
             self._variables.settle(self._functions)
         new = self.modules.find_new_holders() if self._restores and self.modules is not None else []
         if self._collected is not None or new:
-            self._collected = (self._collected or Collected((), ())).settle(new, self._may_read)
+            collected = self._collected or Collected((), ())
+            has_changed = collected.settle(new, self._may_read)
+            self._collected = collected if has_changed else None
+            if self.modules is not None and collected.was:
+                self.modules.let_go(collected.was)
         self._functions = []
 
     def _may_read(self, part: Any, name: Any) -> bool:
@@ -229,7 +233,7 @@ class Surroundings:
         if self._objects is not None:
             undo.append(self._objects.put(self.region))
         if self._collected is not None:
-            undo += self._collected.put()
+            undo += self._collected.put(list if self.modules is None else self.modules.find_holders)
         if self._restores and self.modules is not None:
             hooked = self.modules.find_hooked()
             if hooked:
