@@ -164,6 +164,29 @@ def test_fit_counts_gradients_that_a_step_clears_only_before_its_backward(clears
     assert originals == (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
 
 
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_fit_counts_gradients_that_a_step_only_sets_to_zero(place: str) -> None:
+    model = make()
+    made = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if place == "first":
+            made.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        made.step()
+        if place == "last":
+            made.zero_grad(False)
+
+    step(X, Y)
+    later = recollect.profile(step, X, Y, timed=False).peak_bytes
+    model.zero_grad()
+    with recollect.fit(model, (X, Y), step=step, budget=later * 8 // 10) as fitted:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert fitted.profile.peak_bytes == later
+        step(X, Y)
+        assert recollect.profile(step, X, Y, timed=False).peak_bytes <= later * 8 // 10
+
+
 def test_a_step_that_clears_gradients_first_is_planned_without_any() -> None:
     model = make()
     made = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""When a step clears gradients: before its forward, or only before its backward, with old ones there in forward."""
+"""Whether a step clears gradients before its forward, or has those of the step before in memory meanwhile."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class Clearing:
         model: whose gradients count.
 
     Attributes:
-        is_late: whether gradients were cleared after a forward and before its backward, as in ``loss = model(x);
-            optimizer.zero_grad(); loss.backward()``; None if nobody cleared them.
+        finds_gradients: whether later steps have gradients in their forward: they are cleared only after it, as in
+            ``loss = model(x); optimizer.zero_grad(); loss.backward()``, or are never freed, but set to zero; None if
+            nobody cleared them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._has_run = False
-        self.is_late: bool | None = None
+        self.finds_gradients: bool | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -46,9 +47,10 @@ class Clearing:
 
     def _telling(self, original: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
-            if self.is_late is None and self._concerns(owner):
+            if self.finds_gradients is None and self._concerns(owner):
                 has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
-                self.is_late = self._has_run and not has_gradients
+                frees = args[0] if args else kwargs.get("set_to_none", True)
+                self.finds_gradients = not frees or (self._has_run and not has_gradients)
             original(owner, *args, **kwargs)
 
         return zero_grad

@@ -97,7 +97,9 @@ class Runner:
         is_step = self._call.function is not self._model
         with called.watching(self._model), clearing.watching() if is_step else nullcontext():
             seen = self._profile(self._optimizer, dry=dry, once_more=once_more)
-        if clearing.is_late and not self._has_gradients:  # each step but the first begins with those of the last
+        if (
+            clearing.finds_gradients and not self._has_gradients
+        ):  # each step but the first begins with those of the last
             self._has_gradients = True
             seen = self._profile(self._optimizer, dry=dry)
         self._stepping = _read_stepping(seen)
