@@ -58,3 +58,12 @@ def test_the_predicted_peak_is_the_measured_one(kind: type[Plain], is_scripted: 
 def test_a_profile_keeps_what_is_scripted_in_its_text() -> None:
     seen = recollect.profile(nn.Sequential(Scripted(), Scripted()), torch.randn(8, 16))
     assert recollect.Profile.from_json(seen.to_json()).calls == seen.calls
+
+
+def test_a_step_of_scripted_modules_can_be_profiled_dry() -> None:
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, x = nn.Sequential(*(torch.jit.script(block) for block in plain)), torch.randn(64, 16)
+    dry = recollect.profile(lambda: model(x).sum(), dry=True)
+    assert dry.peak_bytes == recollect.profile(lambda: plain(x).sum(), timed=False).peak_bytes

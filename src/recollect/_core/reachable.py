@@ -93,7 +93,7 @@ def find_holders(step: Callable[..., Any], values: Iterable[Any], *, of_user: bo
             inside = list(value.modules())
             parts = chain.from_iterable(vars(part).values() for part in inside)
             pending.extend((part, depth + 1) for part in parts if hasattr(part, "__dict__"))
-            forwards: Iterable[Any] = (type(part).forward for part in inside)
+            forwards: Iterable[Any] = (getattr(type(part), "forward", None) for part in inside)  # TorchScript has none
             pending.extend((forward, depth + 1) for forward in dict.fromkeys(forwards))
             continue
         holders.update((id(holder), holder) for holder in _holders_in(value))
