@@ -193,6 +193,13 @@ def test_a_step_whose_memory_depends_on_its_data_is_told_so(
     )
 
 
+def test_a_step_that_makes_nested_tensors_is_told_that_their_sizes_are_values() -> None:
+    model = nn.Sequential(Deciding(lambda x: torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)))
+    expected = r"^in 0 \(test_step\.py:\d+\) makes a nested tensor, .* Profile a real step: dry=False$"
+    with pytest.raises(ValueError, match=expected), dry_step([model], torch.ones(2, 4), device=CPU) as dry:
+        model(dry.values)
+
+
 def test_numpy_and_conversions_are_told_what_they_are() -> None:
     layer = nn.Linear(2, 2)
     expected = r"^\(test_step\.py:\d+\) said '\.numpy\(\) is not supported.*dry=False$"

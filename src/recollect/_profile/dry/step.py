@@ -52,6 +52,7 @@ from recollect._profile.optimizer import with_fake_parameters
 
 _MOST_ANSWERS = 3
 _DEEPEST = 6  # of what counters have
+_SIZES_UNKNOWN = ("shape_env must not be None",)  # torch 2.13
 _DEVICES_DIFFER = ("found two different devices", "found at least two devices")  # torch 2.11, 2.13
 
 
@@ -229,6 +230,14 @@ def _explained(modules: Iterable[nn.Module], answers: Sequence[str]) -> Generato
             f"{what} {_locate(error, modules)}does not support fake tensors, so a dry profile cannot know what it "
             "returns. Register a fake implementation (torch.library.register_fake), or profile a real step: "
             "dry=False"
+        )
+        raise ValueError(message) from error
+    except AssertionError as error:
+        if not any(said in str(error) for said in _SIZES_UNKNOWN):
+            raise
+        message = (
+            f"{_locate(error, modules)}makes a nested tensor, whose sizes are values, but in a dry profile tensors "
+            "have no values. Profile a real step: dry=False"
         )
         raise ValueError(message) from error
     except RuntimeError as error:
