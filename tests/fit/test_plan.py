@@ -170,6 +170,32 @@ def test_what_cannot_fit_is_refused_with_the_smallest_peak_and_what_sets_it() ->
         recollect.plan(seen, budget=error.value.smallest_bytes - 1)
 
 
+def test_the_loss_is_not_blamed_for_a_peak_that_is_in_a_block() -> None:
+    """Where a block's backward begins, it reads a gradient that the head has made, which may be next to nothing."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)
+            )
+            self.head = nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            logits: Tensor = self.head(x)
+            return logits
+
+    def loss(output: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, torch.zeros(512, dtype=torch.long))
+
+    seen = with_fixed_times(recollect.profile(Residual(), torch.randn(512, 32), loss=loss))
+    smallest = recollect.plan(seen, budget="min").peak_bytes
+    with pytest.raises(BudgetError, match="Raise the budget, shrink the batch, or try the `levers`"):
+        recollect.plan(seen, budget=smallest - 1)
+
+
 def test_a_model_in_place_of_its_profile_is_refused_with_the_call_that_makes_one() -> None:
     with pytest.raises(
         TypeError, match=r"expects a Profile, as recollect.profile\(model, batch\) returns it, not Linear"

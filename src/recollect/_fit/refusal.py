@@ -13,7 +13,7 @@ from recollect._plan.problem import Problem
 from recollect._plan.solvers.bound import find_lasting_bytes
 
 _MOST_CATEGORIES = 3
-_MUCH = 0.1  # of the smallest peak: other tensors that take less are not to blame
+_MUCH = 0.1  # of the smallest peak: other tensors, or a loss head, that take less are not to blame
 
 
 def describe_call(problem: Problem, number: int) -> str:
@@ -66,7 +66,7 @@ def explain_refusal(problem: Problem, smallest: Point, asked: Budget, margin: in
             f"The peak is in {call.module}, which is not part of the {profile.name or 'model'} that is planned, so "
             "recomputing cannot lower it: pass a module that holds both, such as a torch.nn.ModuleList of them"
         )
-    elif profile.storages and _is_head(problem, smallest.peak_call):
+    elif held.get(Category.LOSS_HEAD, 0) > _MUCH * smallest.peak_bytes and _is_head(problem, smallest.peak_call):
         fit = choose_words("recollect.fit", "`recollect fit`")
         chunks = f"let {fit} compute the loss in chunks (`{spell_levers([CHUNKED_LOSS])}`), "
         can_chunk = has_cross_entropy(profile.calls)
