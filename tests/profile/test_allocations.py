@@ -108,6 +108,5 @@ def test_a_convolution_takes_on_the_device_what_the_allocator_says(dtype: torch.
     recollect.profile(model, image)
     seen = recollect.profile(model, image)
     allocated = seen.allocators[0].peak_bytes
-    of_others = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - image.nbytes
-    assert abs(seen.peak_bytes - (allocated - of_others)) <= 0.02 * allocated + 64 * 2**20  # cuBLAS keeps its own
+    assert abs(seen.peak_bytes - allocated) <= 0.02 * allocated  # of all that the process holds
     assert any("convolution" in call.op and call.workspace_bytes for call in seen.calls)

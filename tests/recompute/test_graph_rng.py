@@ -11,6 +11,7 @@ from torch.nn import functional
 import recollect
 from recollect._core.torch_private.schemas import draws
 from tests.waiting import refusing_to_wait
+from tests.watching import Seen
 
 aten = torch.ops.aten
 
@@ -120,7 +121,7 @@ def test_a_step_with_random_numbers_is_refused_before_the_draw() -> None:
 @pytest.mark.gpu
 def test_graph_rng_lets_regions_draw_anew_at_each_replay_and_alike_in_recomputation() -> None:
     step = warmed_up(Step(0.5))
-    masks: list[Tensor] = []
+    masks = Seen[Tensor]()
 
     def note(_module: nn.Module, _args: tuple[Tensor, ...], out: Tensor) -> None:
         masks.append((out == 0).clone())
@@ -130,7 +131,7 @@ def test_graph_rng_lets_regions_draw_anew_at_each_replay_and_alike_in_recomputat
         block[2].register_forward_hook(note)
     graph = captured(step, regions=4)
     # Four calls: two in forward, then the recomputations in backward order.
-    forward, again = masks[:2], masks[2:][::-1]
+    forward, again = [masks[0], masks[1]], [masks[3], masks[2]]
     seen = []
     for _ in range(3):
         graph.replay()
@@ -170,7 +171,7 @@ def test_a_region_on_a_device_restores_by_seed_and_offset_without_waiting_for_it
 def test_a_generator_of_the_device_among_the_arguments_is_restored() -> None:
     generator = torch.Generator("cuda").manual_seed(5)
     x = torch.randn(64, device="cuda", requires_grad=True)
-    seen: list[Tensor] = []
+    seen = Seen[Tensor]()
 
     def noisy(x: Tensor, *, generator: torch.Generator) -> Tensor:
         noise = torch.rand(64, device="cuda", generator=generator)

@@ -18,7 +18,7 @@ from recollect._inspect.surroundings import read_requested_bytes
 from recollect._profile.storage_log import StorageLog
 from recollect._profile.storages import storages_of
 
-_LEAST_BYTES = 2**20
+LEAST_BYTES = 2**20
 """Less than that is noise: states of generators, what libraries round."""
 
 
@@ -35,10 +35,10 @@ def find_other_bytes(device: torch.device, log: StorageLog, aside: Iterable[Tens
     """
     aside = list(aside)
     found = _read(device, log, aside, fixed_bytes)
-    if found >= _LEAST_BYTES:
+    if found >= LEAST_BYTES:
         gc.collect()
         found = _read(device, log, aside, fixed_bytes)
-    return found if found >= _LEAST_BYTES else 0
+    return found if found >= LEAST_BYTES else 0
 
 
 def as_storage(other_bytes: int) -> Storage:

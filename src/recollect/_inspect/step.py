@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from recollect._apply.caches import caches_left_out
+from recollect._core.calls import Storage
 from recollect._core.held import fills_cache
 from recollect._core.profiles import AllocatorEntry, Clock, Profile, RuleEntry
 from recollect._core.torch_private.engine import top_hooks
 from recollect._inspect.costs import cost_calls
 from recollect._inspect.limits import list_limits
 from recollect._inspect.optimizer_steps import OptimizerSteps
-from recollect._inspect.others import as_storage, find_other_bytes
+from recollect._inspect.others import LEAST_BYTES, as_storage, find_other_bytes
 from recollect._inspect.packed import Packed
 from recollect._inspect.plain import PlainTimes, time_plainly
 from recollect._inspect.roots import (
@@ -364,9 +365,9 @@ class StepProfiler:
             is_dry=dry is not None,
         )
         names = [*self._steps.names, *(type(optimizer).__name__ for optimizer in capture.optimizers)]
-        others = (as_storage(self._other_bytes),) if self._other_bytes else ()
+        fixed_bytes = 0 if model is None else model.fixed_bytes
         return Profile(
-            storages=(*parts.storages, *others),
+            storages=(*parts.storages, *self._list_others(fixed_bytes)),
             calls=tuple(
                 cost_calls(
                     parts.calls,
@@ -387,7 +388,7 @@ class StepProfiler:
             capacity_bytes=max((entry.total_bytes for entry in self._allocators), default=0)
             if dry is None
             else dry.device.memory_bytes,
-            fixed_bytes=0 if model is None else model.fixed_bytes,
+            fixed_bytes=fixed_bytes,
             optimizer=", ".join(dict.fromkeys(names)),
             torch=str(torch.__version__),
             modules=tuple(entries),
@@ -395,6 +396,13 @@ class StepProfiler:
             allocators=self._allocators,
             notes=(*self._steps.notes, *self._notes, *(() if dry is None else dry.notes)),
         )
+
+    def _list_others(self, fixed_bytes: int) -> list[Storage]:
+        """What the step does not use. The allocator tells of libraries' workspaces, too, which a dry profile counts."""
+        if self._dry is None:
+            return [as_storage(self._other_bytes)] if self._other_bytes else []
+        other_bytes = self._other_bytes - fixed_bytes
+        return [as_storage(other_bytes)] if other_bytes >= LEAST_BYTES else []
 
 
 def region_here() -> str:
