@@ -417,7 +417,7 @@ class ModuleState:
                     table[name] = tensor
                     stack.callback(_put_back, table, name, tensor, now)
         self._settings.put(stack)
-        if self._restores and self._is_settled:
+        if self._restores and self._is_settled and not self._tree.hooks.are(self._hooks):
             self._tree.hooks.put(self._hooks, stack)
         # A backward inside the function recomputes while buffers are still on trial: they may be updated, too.
         on_trial = [] if self._trial is None else self._trial.states()
