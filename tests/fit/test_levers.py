@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import recollect
+from recollect import BudgetError
 from recollect._core.levers import PlannedLever
 from recollect._fit import work
 from recollect._fit.run import Runner
@@ -208,6 +209,23 @@ def test_micro_batches_are_refused_where_they_would_change_the_loss() -> None:
         recollect.fit(plain, x, loss=lambda out: out.std(), budget="4KiB", levers={"micro_batches"})
     with pytest.raises(ValueError, match=r"a batch of 64 cannot be cut into 5 equal parts"):
         recollect.fit(plain, x, budget="4KiB", levers={"micro_batches": 5})
+    others = torch.arange(64)  # each example's target is itself among all, as for pairs of texts and images
+    with pytest.raises(
+        ValueError, match=r"fails with a part of it \((IndexError|ValueError): .*\)\. It works only for"
+    ):
+        recollect.fit(
+            plain, x, loss=lambda out: F.cross_entropy(out @ out.T, others), budget="4KiB", levers={"micro_batches"}
+        )
+
+
+def test_a_refusal_does_not_leave_it_at_a_lever_that_was_allowed() -> None:
+    def lose_by_hand(logits: Any, targets: Tensor) -> Tensor:
+        return F.nll_loss(logits.log_softmax(-1).view(-1, WORDS), targets.view(-1))
+
+    with pytest.raises(BudgetError, match="'chunked_loss' was allowed, and saves nothing in this step: for that, the"):
+        recollect.fit(
+            Net(), (TOKENS, TOKENS), loss=lose_by_hand, budget=find_floor() * 9 // 10, levers={"chunked_loss"}
+        )
 
 
 def test_parts_with_different_numbers_of_targets_are_refused() -> None:

@@ -16,6 +16,7 @@ from recollect._core.errors import BudgetError
 from recollect._core.levers import CHUNKED_LOSS, MICRO_BATCHES, PlannedLever
 from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
+from recollect._core.spelling import spell_lever, spell_levers
 from recollect._fit.batches import Invocation
 from recollect._fit.gradients import GradientNorms
 from recollect._fit.levers import Asked, SeenInputs, list_candidates, plan_levers
@@ -248,8 +249,14 @@ def _with_suggestion(plain: Attempt, asked: Asked, budget: int | str, refusal: B
     lasting = find_lasting_bytes(work_for(plain.profile, None).problem)
     if not subject.ranks.are_alone or (limit is not None and lasting > limit):
         return refusal
-    more = suggest_levers(subject.model, plain.profile, asked, subject.batch, owns_step=subject.owns_step)
-    return BudgetError(f"{refusal}.\n{more}", refusal.smallest_bytes) if more else refusal
+    more = [suggest_levers(subject.model, plain.profile, asked, subject.batch, owns_step=subject.owns_step)]
+    if CHUNKED_LOSS in asked and spell_levers([CHUNKED_LOSS]) in str(refusal):  # it was allowed, and yet is advised
+        more.insert(
+            0,
+            f"But {spell_lever(CHUNKED_LOSS)} was allowed, and saves nothing in this step: for that, the logits have "
+            "to come from a torch.nn.Linear and go to cross_entropy",
+        )
+    return BudgetError(".\n".join([str(refusal), *filter(None, more)]), refusal.smallest_bytes)
 
 
 def _is_cheap(levers: tuple[PlannedLever, ...]) -> bool:

@@ -12,6 +12,7 @@ from recollect._core.levers import MICRO_BATCHES
 from recollect._core.spelling import spell_lever
 from recollect._core.torch_private.pytree import flatten, unflatten
 from recollect._fit.batches import read_batch
+from recollect._inspect.oom.error import read_shortage
 from recollect._inspect.surroundings import list_generators
 from recollect._recompute.rng import put_back
 
@@ -68,7 +69,8 @@ def find_weight(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
     try:
         with torch.no_grad():
             whole = read_batch(batch, loss, model).lose(is_trained=False)
-            losses = [read_batch(part, loss, model).lose(is_trained=False) for part in split_batch(batch, parts)]
+            made = split_batch(batch, parts)
+            losses = [_lose_part(part, model, loss) for part in made]
     finally:
         for module, training in modes:
             module.training = training
@@ -85,6 +87,25 @@ def find_weight(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None
         "loss that is a mean or a sum over examples"
     )
     raise ValueError(message)
+
+
+def _lose_part(part: Any, model: nn.Module, loss: Callable[..., Tensor] | None) -> Tensor:
+    """The loss of a part of a batch, of which the whole has one.
+
+    Raises:
+        ValueError: it fails, as one does that counts on the size of the batch.
+    """
+    try:
+        return read_batch(part, loss, model).lose(is_trained=False)
+    except Exception as error:
+        if read_shortage(error) is not None:
+            raise
+        said = str(error).partition("\n")[0]
+        message = (
+            f"{spell_lever(MICRO_BATCHES)} cannot be used: the step runs with the whole batch, but fails with a part "
+            f"of it ({type(error).__name__}: {said}). It works only for a loss that is a mean or a sum over examples"
+        )
+        raise ValueError(message) from error
 
 
 def refuse_batch_norms(model: nn.Module) -> None:
