@@ -24,7 +24,9 @@ from recollect._core.plans import Plan
 from recollect._core.profiles import Profile
 from recollect._plan.budget import parse_budget
 from recollect._plan.fusing import is_reducing
-from recollect._plan.graphs import _Judge, _leave_room, _price_all, find_keep_set, plan_within, price
+from recollect._plan.graph_prices import price, price_all
+from recollect._plan.graphs import _leave_room, find_keep_set, plan_within
+from recollect._plan.keep_set_search import Judge
 from recollect._plan.simulate import Simulation
 from tests.compile.graphs import Compiled, run_cut, transformer
 
@@ -154,8 +156,8 @@ def test_at_the_peak_of_torchs_policies_no_more_is_made_again(call: Callable[...
     assert isinstance(blocks, nn.Sequential)
     wrapped = (one if number % every else Wrapped(one, call) for number, one in enumerate(blocks))
     seen = run_torchs(1.0, Headed(nn.Sequential(*wrapped)), torch.randn(4, 32, 32)).partition
-    priced, _ = _price_all(seen.profile)
-    theirs = _Judge(priced, None)(seen.kept)
+    priced, _ = price_all(seen.profile)
+    theirs = Judge(priced, None)(seen.kept)
     ours = find_keep_set(seen.profile, theirs.peak_bytes)
     assert theirs.recomputed_s
     assert ours.peak_bytes <= theirs.peak_bytes

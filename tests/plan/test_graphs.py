@@ -7,7 +7,8 @@ import pytest
 from recollect._core.calls import Lifetime, OpCall, Phase, Storage, Value
 from recollect._core.profiles import Profile
 from recollect._plan.fusing import find_saved
-from recollect._plan.graphs import _Judge, _leave_room, find_keep_set
+from recollect._plan.graphs import _leave_room, find_keep_set
+from recollect._plan.keep_set_search import Judge
 
 pytest.importorskip("scipy")
 SMALL, LARGE = 1000, 100_000
@@ -68,7 +69,7 @@ def make_attentive_step(layers: int = 6) -> Profile:
 def test_results_of_one_operator_are_kept_together_or_not_at_all() -> None:
     """A graph that keeps the small one keeps the large one, whatever was planned: then it takes more memory."""
     step = make_attentive_step()
-    judge = _Judge(step, None)
+    judge = Judge(step, None)
     attention = [call for call in step.calls[: step.forward_count] if "attention" in call.op]
     seeds = frozenset(call.outputs[1].storage for call in attention)
     results = frozenset(call.outputs[0].storage for call in attention)
