@@ -445,6 +445,55 @@ def test_a_collection_that_another_thread_is_at_is_left_alone() -> None:
     assert len(away) == 2
 
 
+@pytest.mark.parametrize("stop", [True, False])
+def test_what_forward_puts_in_and_takes_out_again_is_out_after_recomputation(*, stop: bool) -> None:
+    class Pushing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.stack: list[Tensor] = []
+            self.by_name: dict[str, float] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.stack.append(x)
+            self.by_name["depth"] = len(self.stack)
+            y = torch.tanh(self.layer(x)).sin() * len(self.stack)
+            self.stack.pop()
+            del self.by_name["depth"]
+            return y
+
+    block = Pushing()
+    run = recollect.checkpoint(block, early_stop=stop)
+    for _ in range(3):
+        backward(run(torch.ones(2, 4)).sum())
+        assert not block.stack
+        assert not block.by_name
+
+
+def test_an_object_that_a_caller_replaces_at_each_call_is_freed() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.stats = Stats()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.layer(x))
+            self.stats.note(y)
+            return y.sin()
+
+    with without_collector():
+        block = Keeping()
+        run = recollect.checkpoint(block)
+        gone = []
+        for _ in range(4):
+            block.stats = Stats()
+            run(torch.ones(2, 4))
+            gone.append(ref(block.stats))
+        block.stats = Stats()
+        assert not any(reference() is not None for reference in gone)
+
+
 class Mark:
     """Something to refer to weakly."""
 

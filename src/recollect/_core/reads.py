@@ -26,6 +26,7 @@ _LOADS_VARIABLES = frozenset({"LOAD_DEREF", "LOAD_GLOBAL"})
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _ENTRIES = frozenset({"get", "pop", "popitem", "setdefault", "values", "items"})
 _PUTS = frozenset({"append", "appendleft", "add", "extend", "insert", "update", "put"})  # and give nothing
+_TAKES = frozenset({"pop", "popleft", "popitem", "remove", "discard", "clear"})
 _BY_TEXT = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 
 
@@ -140,6 +141,22 @@ def sets_twice(kind: type) -> frozenset[str]:
     methods = (method for method in functions_of([kind]) if method.__name__ != "__init__")
     counts = Counter(chain.from_iterable(_stores(method.__code__) for method in methods))
     return frozenset(name for name, count in counts.items() if count > 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def takes_out(code: CodeType) -> bool:
+    """Whether code may take something out of a collection in an attribute, which it may have put there before."""
+    last, attributes = "", set[str]()  # variables that stand for attributes, for a moment
+    for step in dis.get_instructions(code):
+        if step.opname == "DELETE_SUBSCR" or (isinstance(step.argval, CodeType) and takes_out(step.argval)):
+            return True
+        if step.opname in _LOADS and step.argval in _TAKES and last == "attribute":
+            return True
+        if step.opname == "STORE_FAST" and last == "attribute":
+            attributes.add(step.argval)
+        is_attribute = step.opname == "LOAD_ATTR" or (step.opname == "LOAD_FAST" and step.argval in attributes)
+        last = "attribute" if is_attribute else step.opname
+    return False
 
 
 def functions_of(kinds: Iterable[type]) -> list[FunctionType]:

@@ -22,11 +22,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any, cast
+from weakref import ref
 
 from torch import Tensor, nn
 
 from recollect._core.reachable import is_holder
 from recollect._recompute.contents import (
+    COLLECTIONS,
     Contents,
     add,
     can_be_rebuilt,
@@ -116,10 +118,22 @@ class Collected:
             find_owned: gives those that are in attributes of modules now.
         """
         entries = list(map(self._entry, range(len(self._parts)))) if self._entries is None else self._entries
-        is_complete = all(entry.part is not None for entry in entries)
+        is_complete = all(entry.is_held for entry in entries)
         owned = {} if is_complete else {id(part): part for part in _find(find_owned(), set())}
         found = [(entry, entry.find(owned)) for entry in entries]
         return [entry.put(part) for entry, part in found if part is not None]
+
+
+def keep(owned: Iterable[Any]) -> list[Callable[[], None]]:
+    """Before recomputation, which may stop between what puts in and what takes out again; gives what puts all back."""
+    noted = [(part, contents_of(part)) for part in _find(owned, set()) if len(table_of(part)) <= _LONG]
+
+    def put_back() -> None:
+        for part, held in noted:
+            if not is_same(table_of(part), held):
+                put(part, held)
+
+    return [put_back] if noted else []
 
 
 def keep_out_of(named: Iterable[Any]) -> list[Callable[[], None]]:
@@ -145,16 +159,17 @@ class _Entry:
         is_named: whether functions name it.
     """
 
-    __slots__ = ("_id", "_is_named", "_kind", "_length", "_noted", "part")
+    __slots__ = ("_id", "_is_named", "_kind", "_length", "_noted", "_part", "_weak")
 
     def __init__(self, part: Any, held: Contents | int, *, is_named: bool) -> None:
-        self.part, self._is_named, self._id, self._kind = part, is_named, id(part), type(part)
+        self._part, self._is_named, self._id, self._kind = part, is_named, id(part), type(part)
+        self._weak: ref[Any] | None = None
         self._length = held if isinstance(held, int) else len(held)
         self._noted: Contents | None = None if isinstance(held, int) else held
 
     def settle(self, may_read: Callable[[Any, Any], bool]) -> bool:
         """It was changed, or is long: whether recomputation has to find it as it was."""
-        part, before, self._noted = self.part, self._noted, None
+        part, before, self._noted = self._part, self._noted, None
         if before is None:
             return len(table_of(part)) > self._length and self._counts_for_much(_last(part, self._length))
         now = contents_of(part)
@@ -167,15 +182,25 @@ class _Entry:
         return True
 
     def let_go(self, was: dict[int, Contents]) -> None:
-        """Do not hold the collection if it is one of these."""
+        """Do not hold the collection if it is one of these, nor an object in an attribute."""
         if self._id in was:
-            self.part = None
+            self._part = None
+        elif not (self._is_named or isinstance(self._part, COLLECTIONS)):
+            try:
+                self._weak, self._part = ref(self._part), None
+            except TypeError:  # one with slots, but none for this
+                return
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is known which it is, without a look at what there is now."""
+        return self._part is not None or self._weak is not None
 
     def find(self, owned: dict[int, Any]) -> Any:
         """The collection, held here or among these; None if nobody has it, and so nobody can ask for it."""
-        if self.part is not None:
-            return self.part
-        part = owned.get(self._id)
+        if self._weak is not None:
+            return self._weak()
+        part = owned.get(self._id) if self._part is None else self._part
         return part if type(part) is self._kind else None
 
     def _counts_for_much(self, values: list[Any]) -> bool:

@@ -139,11 +139,12 @@ class Names:
         may_be_tensors: tensors, and what is None.
         unset: all that are None.
         carried: of those that forward has set: whether it may read what an earlier call has set there.
+        takes_out: whether forward may take something out of collections; None where nobody has asked.
     """
 
     __slots__ = (
         *("back_and_forth", "by_identity", "by_module", "generators", "may_be_holders", "may_be_tensors", "readers"),
-        *("carried", "sizes", "unset"),
+        *("carried", "sizes", "takes_out", "unset"),
     )
 
     def __init__(self, modules: list[nn.Module], tables: list[Table]) -> None:
@@ -161,6 +162,7 @@ class Names:
         self.generators = _find_generators(tables)
         self.unset = {(number, name) for number, table in enumerate(tables) for name in table if table[name] is None}
         self.carried: dict[Place, bool] = {}
+        self.takes_out: bool | None = None
         self.may_be_tensors: list[Place] = []
         self.may_be_holders: list[Place] = []
         for number, (table, names) in enumerate(zip(tables, self.by_module, strict=True)):

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from recollect._core.methods import find_run_code
 from recollect._core.reachable import find_held
+from recollect._core.reads import takes_out
 from recollect._core.torch_private.sharding import is_managed
 from recollect._recompute.changes import (
     ChangedWatch,
@@ -297,6 +298,16 @@ class ModuleState:
     def find_holders(self) -> list[Any]:
         """Collections among the attributes of the modules, and objects in which they may collect something."""
         return self._tree.attributes.find_holders(self._roots)
+
+    def find_passing(self) -> list[Any]:
+        """The same, if forward may put something there that it takes out again, and does so in every run."""
+        names = self._tree.attributes.names
+        if names.takes_out is None and names.may_be_holders:
+            kinds = dict.fromkeys(map(type, self._tree.modules(self._roots)))
+            codes = [code for owner, code in find_run_code(kinds) if owner is not None]
+            notes_runs = any("is_recomputing" in code.co_names for code in codes)
+            names.takes_out = any(map(takes_out, codes)) and not notes_runs
+        return self.find_holders() if names.takes_out else []
 
     def find_new_holders(self) -> list[Any]:
         """At exit, if forward has set any attributes: the same where they had nothing."""

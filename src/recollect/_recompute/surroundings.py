@@ -21,7 +21,7 @@ from recollect._core.reads import functions_of, read_entries, reads_first
 from recollect._core.scope import mark_recomputing
 from recollect._core.torch_private.engine import set_grad_enabled
 from recollect._recompute.ambient import Ambient
-from recollect._recompute.collected import Collected, keep_out_of
+from recollect._recompute.collected import Collected, keep, keep_out_of
 from recollect._recompute.contents import COLLECTIONS, copy_collections
 from recollect._recompute.memory import Memory
 from recollect._recompute.module_state import ModuleState
@@ -228,6 +228,8 @@ class Surroundings:
 
     def _put(self, undo: list[Callable[[], None]]) -> None:
         """Set variables, objects and collections as forward found them; adds what puts them back."""
+        if self._restores and self.modules is not None:
+            undo += keep(self.modules.find_passing())
         if self._variables is not None:
             self._variables.put(self.region, undo)
         if self._objects is not None:
