@@ -32,7 +32,7 @@ Names = dict[str, Any]
 Read = Callable[[Names], tuple[Any, ...]]
 
 
-def is_of_library(names: Names) -> bool:
+def are_of_library(names: Names) -> bool:
     """Whether these are the globals of a module of torch's or ours, whose functions are not looked into."""
     return (names.get("__name__") or "").startswith(_NOT_SEARCHED)
 
@@ -69,7 +69,7 @@ class Group:
             by_table.setdefault(id(function.__globals__), []).append(function)
         self._parts = [_Part(group, members) for group in by_table.values()]
 
-    def read(self) -> Found | None:
+    def read(self) -> Reached | None:
         """The functions, and what other global names they read, by module; None if they are others by now."""
         functions: list[Any] = list(map(call, self._functions))
         if None in functions:
@@ -127,10 +127,10 @@ def _reader(names: tuple[str, ...]) -> Read:
 
 _known: WeakKeyDictionary[FunctionType, Group | None] = WeakKeyDictionary()  # None: it reaches no other
 
-Found = tuple[list[FunctionType], list[tuple[Names, tuple[str, ...]]]]
+Reached = tuple[list[FunctionType], list[tuple[Names, tuple[str, ...]]]]
 
 
-def find_group(function: FunctionType) -> Found | None:
+def find_group(function: FunctionType) -> Reached | None:
     """What `Group.read` gives of a function.
 
     None if it reaches no other function, holds anything but global names, or is not one of its module's but made anew
@@ -161,12 +161,12 @@ def _collect(function: FunctionType) -> list[FunctionType]:
 
 def _leads_nowhere(value: Any) -> bool:
     """Whether this is a function of torch's or ours that holds nothing of somebody else's."""
-    return type(value) is FunctionType and not value.__dict__ and is_of_library(value.__globals__)
+    return type(value) is FunctionType and not value.__dict__ and are_of_library(value.__globals__)
 
 
 def _is_plain(function: FunctionType) -> bool:
     """Whether a function of the user's holds nothing but names: no variables, attributes, or defaults but numbers."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return not (function.__closure__ or function.__dict__ or is_of_library(function.__globals__)) and INERT.issuperset(
+    return not (function.__closure__ or function.__dict__ or are_of_library(function.__globals__)) and INERT.issuperset(
         map(type, defaults)
     )

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from recollect._core.authors import is_users_own
-from recollect._core.function_groups import FIXED, INERT, find_group, globals_of
-from recollect._core.function_groups import is_of_library as is_in_library
+from recollect._core.function_groups import FIXED, INERT, are_of_library, find_group, globals_of
 from recollect._core.generators import generator_kinds
 
 _MOST_PARTS = 128
@@ -211,7 +210,7 @@ def is_of_library(fn: Any) -> bool:
     while type(fn) is functools.partial:
         fn = fn.func
     names = getattr(getattr(fn, "__func__", fn), "__globals__", None)
-    return names is not None and is_in_library(names)
+    return names is not None and are_of_library(names)
 
 
 def _holds_nothing(fn: Any, found: list[Global], depth: int = 2) -> bool:
@@ -328,7 +327,7 @@ def _parts_of_function(function: FunctionType, found: Found | None = None) -> li
     """The same of a function; adds its variables, if asked to."""
     known, code = function.__globals__, function.__code__
     # By where it is written: a wrapper bears the module of what it wraps, which its attributes lead to.
-    if is_in_library(known):
+    if are_of_library(known):
         return list(function.__dict__.values()) if function.__dict__ else []
     cells, names = _cells_of(function), globals_of(code)
     if found is not None:
